@@ -1,0 +1,138 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions of
+# constraints.txt, and the extension rebuilt when its sources change. `make gpu-test` and
+# `make bench` are the exceptions: they use the python3 they are given, and no network.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+JOBS ?= $(shell nproc)
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+
+# The first interpreter that can make a virtual environment and compile an extension.
+USABLE := import ensurepip, os, sys, sysconfig, venv; \
+  sys.exit(not (sys.version_info >= (3, 10) and \
+    os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3; do \
+  if command -v "$$p" >/dev/null && "$$p" -c '$(USABLE)' 2>/dev/null; then echo "$$p"; break; fi; done)
+
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+NATIVE_SOURCES := $(shell find native -type f) pyproject.toml
+CXX_SOURCES = $(shell find native tests -name '*.cpp' -o -name '*.hpp')
+PYTHON_SOURCES := $(wildcard stagehand_alloc tests benchmarks)
+
+.PHONY: help
+help:
+	@echo "make demo      train a small model inside a budget it does not fit (simulated GPU: no GPU needed)"
+	@echo "make test      Python and native tests on the simulated GPU"
+	@echo "make check     formatting, lint, types, layout, native tests under sanitizers"
+	@echo "make format    reformat the sources"
+	@echo "make gpu-test  tests/gpu on a real GPU, with the python3 of this machine"
+	@echo "make bench     the main job's benchmark on a real GPU, with the python3 of this machine"
+	@echo "make clean     remove everything built"
+
+# ---- set-up ------------------------------------------------------------------------------------
+$(VENV)/.created:
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "No Python >= 3.10 with venv and its C headers was found."; \
+	  echo "Install them (on Debian: python3-venv python3-dev), or name one: make PYTHON=/path/to/python3"; \
+	  exit 1; fi
+	@echo "set-up: virtual environment with $(PYTHON)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.created constraints.txt
+	@echo "set-up: build tools"
+	@$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+# Python sources are used where they stand (an editable install); only native ones need a rebuild.
+$(VENV)/.installed: $(VENV)/.tools $(NATIVE_SOURCES)
+	@echo "set-up: torch, cuda-python and tools where they are missing; building the extension"
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.installed
+
+# ---- what people run ---------------------------------------------------------------------------
+.PHONY: demo
+demo: setup
+	@$(PY) -m stagehand_alloc demo
+
+.PHONY: test
+test: setup test-python test-native
+
+.PHONY: test-python
+test-python: setup
+	$(PY) -m pytest -q
+
+.PHONY: test-native
+test-native: setup
+	$(call native-tests,release,-DSTAGEHAND_CHECKS=1)
+	$(CTEST) --test-dir build/release
+
+.PHONY: check
+check: setup check-format check-lint check-types check-layout check-sanitizers
+
+.PHONY: check-format
+check-format: setup
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+.PHONY: check-lint
+check-lint: setup
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+
+.PHONY: check-types
+check-types: setup
+	$(BIN)/mypy
+
+.PHONY: check-layout
+check-layout: setup
+	$(PY) -m pytest -q tests/python/test_layout.py
+
+.PHONY: check-sanitizers
+check-sanitizers: setup
+	$(call native-tests,address,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=address)
+	$(CTEST) --test-dir build/address
+	$(call native-tests,thread,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=thread,--target stagehand_thread_tests)
+	$(CTEST) --test-dir build/thread -R thread
+
+.PHONY: format
+format: setup
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(BIN)/ruff check --fix-only $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+.PHONY: clean
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf stagehand_alloc/_sim stagehand_alloc/_native*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+CTEST := $(BIN)/ctest --output-on-failure --no-tests=error -j $(JOBS)
+# native-tests(folder under build, options, what to build)
+define native-tests
+	@$(BIN)/cmake -S native -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DSTAGEHAND_TESTS=ON $(2) >/dev/null
+	@$(BIN)/cmake --build build/$(1) -j $(JOBS) $(3)
+endef
+
+# ---- on a machine with a GPU: its own python3 (with torch, cuda-python, cmake, ...), no network ----
+GPU_PYTHON ?= python3
+
+.PHONY: gpu-build
+gpu-build:
+	cmake -S native -B build/gpu -G Ninja -DSTAGEHAND_PYTHON=ON -DSTAGEHAND_INPLACE=ON \
+	  -DPython_EXECUTABLE="$$($(GPU_PYTHON) -c 'import sys; print(sys.executable)')"
+	cmake --build build/gpu -j $(JOBS)
+
+.PHONY: gpu-test
+gpu-test: gpu-build
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) tests/gpu/run.py
+
+.PHONY: bench
+bench: gpu-build
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/main_job.py

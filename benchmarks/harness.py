@@ -1,0 +1,123 @@
+"""What the benchmarks share: worker processes that take turns, ratios, and the result file.
+
+Configurations cannot share a process (the allocator is chosen once, before CUDA starts), and times
+taken minutes apart cannot be compared. So every configuration has a worker process that stays
+alive, and the workers run a few steps each in turn, on one GPU, one at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
+REPLY = "@reply "  # marks the lines that are replies; all else a worker prints is passed on
+GIB = 1 << 30
+
+
+class WorkerError(RuntimeError):
+    """A worker process failed; its own message is on stderr above."""
+
+
+class Worker:
+    """One configuration's process. ask() sends a command and waits for its reply."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self.name = name
+        command = [sys.executable, str(FOLDER / "worker.py"), json.dumps(dict(settings))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Send `command`, return its reply. Raises WorkerError where the worker has died."""
+        self.send(command, **arguments)
+        return self.receive()
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Send without waiting: for commands that may run beside other workers'."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerError(f"{self.name} ended before {command!r}") from error
+
+    def receive(self) -> dict[str, Any]:
+        """The reply to the oldest command that has none yet."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(REPLY):
+                reply: dict[str, Any] = json.loads(line[len(REPLY) :])
+                if "error" in reply:
+                    raise WorkerError(f"{self.name}: {reply['error']}")
+                return reply
+            sys.stderr.write(f"[{self.name}] {line}")
+        raise WorkerError(f"{self.name} ended with exit code {self._process.wait()}")
+
+    def close(self, timeout: float = 60) -> int:
+        """End the worker; returns its exit code."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A claim, what was measured, and what it is held against."""
+
+    claim: str
+    value: float
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        return (self.at_most is None or self.value <= self.at_most) and (
+            self.at_least is None or self.value >= self.at_least
+        )
+
+    @property
+    def bar(self) -> str:
+        return f"<= {self.at_most:g}" if self.at_most is not None else f">= {self.at_least:g}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "claim": self.claim,
+            "value": round(self.value, 4),
+            "bar": self.bar,
+            "holds": self.holds,
+        }
+
+
+def ratio_in_turn(rounds: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> float:
+    """Median over the rounds of (median of a round / median of the base's same round)."""
+    ratios = [
+        statistics.median(mine) / statistics.median(theirs)
+        for mine, theirs in zip(rounds, base, strict=True)
+    ]
+    return statistics.median(ratios)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    width = max(len(row.claim) for row in rows)
+    for row in rows:
+        mark = "ok" if row.holds else "MISSED"
+        print(f"{row.claim:<{width}}  {row.value:>12.4g}  {row.bar:>9}  {mark}")
+
+
+def write_result(path: pathlib.Path, result: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")

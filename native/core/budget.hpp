@@ -1,0 +1,20 @@
+// The budget of one device: the two watermarks and the hard limit.
+#pragma once
+
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+struct Budget {
+  Bytes high = kUnlimited;   // mapped stays at or below, as long as evicting can make it so
+  Bytes low = kUnlimited;    // reactive eviction goes on until occupied is at or below
+  Bytes limit = kUnlimited;  // mapped never crosses
+  bool armed = false;        // a pool is open, or records of one are alive
+};
+
+// How much physical memory a request may add: all it wants while that stays under `ceiling`.
+constexpr bool fits_under(Bytes mapped, Bytes growth, Bytes ceiling) {
+  return growth <= ceiling && mapped <= ceiling - growth;
+}
+
+}  // namespace stagehand::core

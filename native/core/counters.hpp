@@ -1,0 +1,61 @@
+// What is counted, per device. Plain numbers, changed only under the device's lock.
+//
+// Algebra, asserted by Runtime::invariants_broken():
+//   mapped   == free + live + retained + evicting     (in every arena, and in total)
+//   occupied == live + retained                        <= mapped
+#pragma once
+
+#include <algorithm>
+
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+// The list is the single source of the names that stats() shows.
+#define STAGEHAND_COUNTERS(X)                                                                \
+  /* bytes now */                                                                            \
+  X(mapped) X(occupied) X(retained) X(evicted) X(pinned_bytes) X(pinned_used_bytes)          \
+  X(pageable_bytes) X(retiring_bytes)                                                        \
+  /* peaks since the last reset */                                                           \
+  X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak)                           \
+  /* bytes since the start */                                                                \
+  X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes) X(requested_bytes)    \
+  /* events since the start */                                                               \
+  X(host_waits) X(clean_evictions) X(dirty_evictions) X(restores) X(prefetches)              \
+  X(prefetch_hits) X(prefetch_lates) X(alias_hits) X(activations_saved) X(allocations)       \
+  X(frees) X(hits) X(grows) X(gathers) X(pool_hits) X(pool_misses) X(pageable_copies)        \
+  X(out_of_memory) X(stall_ns) X(stall_count)                                                \
+  /* counts now */                                                                           \
+  X(records) X(handles) X(aliases)
+
+struct Counters {
+#define STAGEHAND_FIELD(name) Bytes name = 0;
+  STAGEHAND_COUNTERS(STAGEHAND_FIELD)
+#undef STAGEHAND_FIELD
+
+  void occupy(Bytes bytes) {
+    occupied += bytes;
+    occupied_peak = std::max(occupied_peak, occupied);
+  }
+  void vacate(Bytes bytes) { occupied -= bytes; }
+  void retain(Bytes bytes) {
+    retained += bytes;
+    retained_peak = std::max(retained_peak, retained);
+  }
+  void map(Bytes bytes) {
+    mapped += bytes;
+    mapped_peak = std::max(mapped_peak, mapped);
+  }
+  void evict(Bytes bytes) {
+    evicted += bytes;
+    evicted_peak = std::max(evicted_peak, evicted);
+  }
+  void reset_peaks() {
+    mapped_peak = mapped;
+    occupied_peak = occupied;
+    retained_peak = retained;
+    evicted_peak = evicted;
+  }
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,205 @@
+// Taking and giving blocks. Mapping is in device_heap_map.cpp.
+#include "core/device_heap.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "core/check.hpp"
+
+namespace stagehand::core {
+
+namespace {
+driver::AllocationProp prop_for(int device) {
+  driver::AllocationProp prop;
+  prop.location.id = device;
+  return prop;
+}
+driver::AccessDesc access_for(int device) {
+  driver::AccessDesc access;
+  access.location.id = device;
+  return access;
+}
+}  // namespace
+
+DeviceHeap::DeviceHeap(const driver::Table& table, int device, Bytes device_bytes,
+                       Bytes granularity, ClockBank& clocks, Counters& counters)
+    : table_(table),
+      prop_(prop_for(device)),
+      access_(access_for(device)),
+      device_bytes_(device_bytes),
+      granularity_(granularity),
+      clocks_(clocks),
+      counters_(counters) {}
+
+// 512 bytes, and for large blocks 1/64 of the power of two below, up to 2 MiB: at most 1.6 % is
+// lost, and sizes that differ by a few bytes share holes.
+Bytes DeviceHeap::block_bytes(Bytes requested) {
+  if (requested <= kSmallLimit) {
+    return round_up(requested, kBlockUnit);
+  }
+  return round_up(requested, std::min<Bytes>(std::bit_floor(requested) / 64, 2_MiB));
+}
+
+Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t graph) {
+  const ArenaKey key{stream, bytes <= kSmallLimit, graph};
+  for (const auto& arena : arenas_) {
+    if (arena->key == key) {
+      return arena.get();
+    }
+  }
+  // Twice the device: room for memory to move while old addresses are still in use.
+  const Bytes reserve = round_up(2 * device_bytes_, granularity_);
+  driver::DevicePtr base = 0;
+  if (table_.address_reserve(&base, reserve, 0, 0, 0) != driver::kSuccess) {
+    return nullptr;
+  }
+  try {
+    arenas_.push_back(
+        std::make_unique<Arena>(key, clocks_.of(stream), nodes_, base, reserve));
+  } catch (const std::bad_alloc&) {
+    table_.address_free(base, reserve);
+    return nullptr;
+  }
+  return arenas_.back().get();
+}
+
+Arena* DeviceHeap::arena_of(Address address) const {
+  for (const auto& arena : arenas_) {
+    if (arena->contains(address)) {
+      return arena.get();
+    }
+  }
+  return nullptr;
+}
+
+Block* DeviceHeap::find(Address address) const {
+  const Arena* arena = arena_of(address);
+  return arena != nullptr ? arena->find(address) : nullptr;
+}
+
+Block* DeviceHeap::cut(Arena& arena, Block* block, Bytes bytes) {
+  if (block->size == bytes) {
+    return block;
+  }
+  Block* front = arena.split_front(block, bytes);
+  return front;
+}
+
+Block* DeviceHeap::take(Arena& arena, Bytes bytes) {
+  Block* block = arena.free.best_fit(bytes);
+  if (block == nullptr) {
+    return nullptr;
+  }
+  block = cut(arena, block, bytes);
+  arena.set_state(block, BlockState::live);
+  return block;
+}
+
+Block* DeviceHeap::take_run(Arena& arena, Block* first, Block* last, Bytes bytes) {
+  for (Block* b = first;; b = b->next) {
+    if (holds(Rule::S2) &&
+        clocks_.order_after(arena.clock, b->fence) != Status::ok) {
+      return nullptr;  // nothing has changed but waits queued for nothing
+    }
+    if (b == last) {
+      break;
+    }
+  }
+  Block* block = arena.join(first, last);
+  if (block->size > bytes) {
+    Block* front = arena.split_front(block, bytes);
+    arena.set_state(block, BlockState::free);
+    arena.coalesce(block);
+    block = front;
+  }
+  return block;
+}
+
+void DeviceHeap::give(Block* block) {
+  Arena& arena = *block->arena;
+  block->record = nullptr;
+  block->users = 0;
+  block->keep = false;
+  if (clocks_.settled(arena.clock, block->fence)) {
+    arena.set_state(block, BlockState::free);
+    arena.coalesce(block);
+  } else {
+    arena.set_state(block, BlockState::evicting);
+  }
+}
+
+void DeviceHeap::settle(Arena& arena) {
+  for (Block* b = arena.evicting_first; b != nullptr;) {
+    Block* next = b->bin_next;
+    if (clocks_.settled(arena.clock, b->fence)) {
+      arena.set_state(b, BlockState::free);
+      arena.coalesce(b);
+    }
+    b = next;
+  }
+  sweep_retiring(arena);
+}
+
+void DeviceHeap::release_graph(std::uint64_t graph) {
+  for (const auto& arena : arenas_) {
+    if (arena->key.graph == graph) {
+      arena->key.graph = 0;  // found by address, and by gather; requests go to the stream's own
+    }
+  }
+}
+
+const char* DeviceHeap::broken() const {
+  Bytes mapped = 0;
+  Bytes held = 0;
+  Bytes retained = 0;
+  for (const auto& arena : arenas_) {
+    Address at = arena->base;
+    const Block* previous = nullptr;
+    Bytes arena_mapped = 0;
+    for (const Block* b = arena->first; b != nullptr; previous = b, b = b->next) {
+      if (b->address != at || b->previous != previous || b->arena != arena.get()) {
+        return "blocks do not tile their arena";
+      }
+      if (b->size == 0 || b->size % kBlockUnit != 0) {
+        return "a block's size is not whole units";
+      }
+      at = b->end();
+      if (!is_mapped(b->state)) {
+        continue;
+      }
+      arena_mapped += b->size;
+      if (arena->find(b->address) != b || arena->find(b->end() - 1) != b) {
+        return "the page table does not find a block";
+      }
+      const bool reachable = b->owned_by_torch || b->aliases > 0;
+      if ((b->state == BlockState::live) != reachable) {
+        return "O1: a live block nobody can reach, or a reachable block that is not live";
+      }
+      if (b->state == BlockState::retained && b->record == nullptr) {
+        return "O1: a retained block without a record";
+      }
+      held += b->state == BlockState::live || b->state == BlockState::retained ? b->size : 0;
+      retained += b->state == BlockState::retained ? b->size : 0;
+    }
+    if (at != arena->base + arena->reserved) {
+      return "blocks do not tile their arena";
+    }
+    Bytes physical = 0;
+    for (const auto& [address, piece] : arena->pieces) {
+      physical += piece.size;
+    }
+    if (physical != arena_mapped) {
+      return "mapped blocks and physical pieces of an arena differ";
+    }
+    mapped += arena_mapped;
+  }
+  if (mapped != counters_.mapped) {
+    return "mapped != free + live + retained + evicting";
+  }
+  if (held != counters_.occupied || retained != counters_.retained) {
+    return "occupied != live + retained";
+  }
+  return counters_.occupied <= counters_.mapped ? nullptr : "occupied > mapped";
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,92 @@
+// The device heap: arenas, and the physical memory behind them.
+//
+// Physical memory comes in pieces (cuMemCreate). A piece may be mapped at a new address while its
+// old one is still in use by queued work: stream order decides who sees what, and the old address
+// is unmapped once its last use has passed. So memory moves to where a hole is needed without any
+// wait of the host (docs/decisions/0001).
+//
+// Guarded by the device's lock. Nothing here waits for the GPU except `trim`.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "core/arena.hpp"
+#include "core/counters.hpp"
+
+namespace stagehand::core {
+
+class DeviceHeap {
+ public:
+  DeviceHeap(const driver::Table& table, int device, Bytes device_bytes, Bytes granularity,
+             ClockBank& clocks, Counters& counters);
+
+  static Bytes block_bytes(Bytes requested);
+  // The arena that serves this request; null when its address range cannot be reserved.
+  Arena* arena_for(driver::Stream stream, Bytes bytes, std::uint64_t graph);
+  Arena* arena_of(Address address) const;
+  // The block that covers an address: any state but hole and retiring; null for foreign pointers.
+  Block* find(Address address) const;
+
+  // Step 2: the best free block, cut to size; live and nobody's yet. Null when none fits.
+  Block* take(Arena& arena, Bytes bytes);
+  // Makes the blocks first..last (free or evicting) one live block, cut to size, in stream order.
+  Block* take_run(Arena& arena, Block* first, Block* last, Bytes bytes);
+  // Back to the arena: free, or evicting until its fence is settled.
+  void give(Block* block);
+  // Evicting blocks whose fence is settled become free; old addresses whose use passed, holes.
+  void settle(Arena& arena);
+
+  // Step 3: what mapping room for `bytes` would add, and doing it. The new room is free memory.
+  Bytes growth_for(const Arena& arena, Bytes bytes) const;
+  Status grow(Arena& arena, Bytes bytes, Bytes ceiling);
+  // Step 6: physical bytes of whole free pieces that `gather` could use for this arena.
+  Bytes gatherable(const Arena& arena) const;
+  // Maps free pieces from elsewhere, and new memory under `ceiling` for what they lack, into a hole
+  // for `bytes`. All or nothing.
+  Status gather(Arena& arena, Bytes bytes, Bytes ceiling);
+
+  // Releases free pieces of settled blocks until mapped <= target. The caller has made the GPU
+  // pass `clock.upcoming()` of every arena. Returns the bytes released.
+  Bytes trim(Bytes target);
+
+  // The graph is gone: its arenas' memory may serve others.
+  void release_graph(std::uint64_t graph);
+
+  const std::vector<std::unique_ptr<Arena>>& arenas() const { return arenas_; }
+  // The algebra of counters.hpp and the tiling of every arena; empty when it holds.
+  const char* broken() const;
+
+ private:
+  struct Place {
+    Block* hole = nullptr;
+    Bytes before = 0;  // free bytes that end where the hole begins
+    Bytes missing = 0; // bytes to map, whole granules
+  };
+  struct Move {
+    Arena* from;
+    Address address;
+  };
+
+  Place place_for(const Arena& arena, Bytes bytes) const;
+  Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
+  void unmap_new(Address address, const std::vector<Piece>& pieces, bool release);
+  std::vector<Move> free_pieces(const Arena& arena, const Block* spared, Bytes wanted) const;
+  void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
+  Block* carve(Arena& arena, Address address, Bytes bytes);
+  void retire(Arena& arena, Address address, Bytes bytes, Fence* fence, Seq* idle_from);
+  void sweep_retiring(Arena& arena);
+  Block* cut(Arena& arena, Block* block, Bytes bytes);
+
+  const driver::Table& table_;
+  const driver::AllocationProp prop_;
+  const driver::AccessDesc access_;
+  const Bytes device_bytes_;
+  const Bytes granularity_;
+  ClockBank& clocks_;
+  Counters& counters_;
+  BlockNodes nodes_;
+  std::vector<std::unique_ptr<Arena>> arenas_;
+};
+
+}  // namespace stagehand::core

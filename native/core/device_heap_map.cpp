@@ -1,0 +1,338 @@
+// The physical side of the device heap: growing, gathering and trimming.
+#include <algorithm>
+
+#include "core/budget.hpp"
+#include "core/check.hpp"
+#include "core/device_heap.hpp"
+
+namespace stagehand::core {
+
+// The hole that needs the least new memory, counting a free block that ends where it begins.
+DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes) const {
+  Place best;
+  for (Block* b = arena.first; b != nullptr; b = b->next) {
+    if (b->state != BlockState::hole) {
+      continue;
+    }
+    const Block* left = b->previous;
+    const Bytes before =
+        left != nullptr && left->state == BlockState::free ? left->size : 0;
+    if (before >= bytes) {
+      continue;
+    }
+    const Bytes missing = round_up(bytes - before, granularity_);
+    if (missing > b->size) {
+      continue;
+    }
+    if (best.hole == nullptr || missing < best.missing) {
+      best = {b, before, missing};
+    }
+  }
+  return best;
+}
+
+Bytes DeviceHeap::growth_for(const Arena& arena, Bytes bytes) const {
+  const Place place = place_for(arena, bytes);
+  return place.hole != nullptr ? place.missing : kUnlimited;
+}
+
+void DeviceHeap::unmap_new(Address address, const std::vector<Piece>& pieces, bool release) {
+  for (const Piece& piece : pieces) {
+    table_.mem_unmap(address, piece.size);
+    if (release) {
+      table_.mem_release(piece.handle);
+    }
+    address += piece.size;
+  }
+}
+
+Status DeviceHeap::create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces,
+                                  Bytes piece_bytes) {
+  const Address begin = address;
+  const std::size_t before = pieces->size();
+  while (bytes > 0) {
+    Piece piece{std::min(bytes, piece_bytes), 0};
+    driver::Result result = table_.mem_create(&piece.handle, piece.size, &prop_, 0);
+    if (result == driver::kSuccess) {
+      result = table_.mem_map(address, piece.size, 0, piece.handle, 0);
+      if (result != driver::kSuccess) {
+        table_.mem_release(piece.handle);
+      }
+    }
+    if (result != driver::kSuccess) {
+      const std::vector<Piece> made(pieces->begin() + static_cast<std::ptrdiff_t>(before),
+                                    pieces->end());
+      unmap_new(begin, made, true);
+      pieces->resize(before);
+      return result == driver::kOutOfMemory ? Status::out_of_memory : Status::driver_failed;
+    }
+    pieces->push_back(piece);
+    address += piece.size;
+    bytes -= piece.size;
+  }
+  return Status::ok;
+}
+
+// Turns the front of a hole into free memory with these ticks.
+void DeviceHeap::add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence,
+                            Seq idle_from) {
+  Block* block = bytes < hole->size ? arena.split_front(hole, bytes) : hole;
+  block->fence = fence;
+  block->idle_from = idle_from;
+  if (clocks_.settled(arena.clock, fence)) {
+    arena.set_state(block, BlockState::free);
+    arena.coalesce(block);
+  } else {
+    arena.set_state(block, BlockState::evicting);
+  }
+}
+
+Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling) {
+  const Place place = place_for(arena, bytes);
+  if (place.hole == nullptr || !fits_under(counters_.mapped, place.missing, ceiling)) {
+    return Status::out_of_memory;
+  }
+  // Whole pieces where there is room: fewer calls now, and the rest serves the next request.
+  const Bytes piece = arena.key.small ? granularity_ : kPieceBytes;
+  Bytes growth = round_up(place.missing, piece);
+  if (growth > place.hole->size || !fits_under(counters_.mapped, growth, ceiling)) {
+    growth = place.missing;
+  }
+  std::vector<Piece> pieces;
+  Address address = place.hole->address;
+  Status status = create_and_map(address, growth, &pieces, piece);
+  if (status == Status::out_of_memory && growth > place.missing) {
+    growth = place.missing;
+    status = create_and_map(address, growth, &pieces, piece);
+  }
+  if (status != Status::ok) {
+    return status;
+  }
+  if (table_.mem_set_access(address, growth, &access_, 1) != driver::kSuccess) {
+    unmap_new(address, pieces, true);
+    return Status::driver_failed;
+  }
+  add_mapped(arena, place.hole, growth, Fence{}, 0);
+  for (const Piece& p : pieces) {
+    arena.pieces.emplace(address, p);
+    address += p.size;
+  }
+  counters_.map(growth);
+  ++counters_.grows;
+  return Status::ok;
+}
+
+// Whole pieces inside free and evicting blocks, this arena's first, until they hold `wanted`. Graph
+// arenas keep theirs: a captured graph will use those addresses again.
+std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(const Arena& arena, const Block* spared,
+                                                      Bytes wanted) const {
+  std::vector<Move> moves;
+  Bytes found = 0;
+  const auto collect = [&](Arena& from) {
+    for (auto piece = from.pieces.begin(); piece != from.pieces.end() && found < wanted;) {
+      const Address address = piece->first;
+      const Bytes size = piece->second.size;
+      const Block* block = from.find(address);
+      const bool idle = block->state == BlockState::free || block->state == BlockState::evicting;
+      if (!idle || block == spared) {
+        piece = from.pieces.lower_bound(std::max(block->end(), address + 1));
+        continue;
+      }
+      if (block->end() >= address + size) {
+        moves.push_back({&from, address});
+        found += size;
+      }
+      ++piece;
+    }
+  };
+  for (const auto& candidate : arenas_) {
+    if (candidate.get() == &arena && candidate->key.graph == 0) {
+      collect(*candidate);
+    }
+  }
+  for (const auto& candidate : arenas_) {
+    if (candidate.get() != &arena && candidate->key.graph == 0) {
+      collect(*candidate);
+    }
+  }
+  return moves;
+}
+
+Bytes DeviceHeap::gatherable(const Arena& arena) const {
+  Bytes total = 0;
+  for (const Move& move : free_pieces(arena, nullptr, kUnlimited)) {
+    total += move.from->pieces.at(move.address).size;
+  }
+  return total;
+}
+
+// Cuts a stretch out of the middle of an idle block and returns it, in the block's state.
+Block* DeviceHeap::carve(Arena& arena, Address address, Bytes bytes) {
+  Block* block = arena.find(address);
+  if (block->address < address) {
+    arena.split_front(block, address - block->address);
+  }
+  if (block->size > bytes) {
+    block = arena.split_front(block, bytes);
+  }
+  return block;
+}
+
+// The piece's old address waits for its last use; its memory already serves elsewhere, behind the
+// ticks added to `fence`.
+void DeviceHeap::retire(Arena& arena, Address address, Bytes bytes, Fence* fence,
+                        Seq* idle_from) {
+  Block* block = carve(arena, address, bytes);
+  SH_CHECK(block->address == address && block->size == bytes);
+  Fence ticks = block->fence;
+  if (!ticks.add({arena.clock.index(), block->idle_from})) {
+    clocks_.order_after(arena.clock, block->fence);
+    ticks.clear();
+    ticks.add(arena.clock.now());
+  }
+  for (const Tick& tick : ticks) {
+    if (!fence->add(tick)) {
+      *idle_from = kUnlimited;  // the caller orders its stream at once
+    }
+  }
+  block->fence = ticks;
+  arena.set_state(block, BlockState::retiring);
+  arena.retiring.push_back(block);
+  arena.pieces.erase(address);
+  counters_.retiring_bytes += bytes;
+}
+
+Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
+  const Place place = place_for(arena, bytes);
+  if (place.hole == nullptr) {
+    return Status::out_of_memory;
+  }
+  const Block* left = place.before > 0 ? place.hole->previous : nullptr;
+  const std::vector<Move> moves = free_pieces(arena, left, place.missing);
+  // Driver calls first; the books change only when all of them have succeeded (rule O4).
+  std::vector<Piece> pieces;
+  Bytes moved = 0;
+  Status status = Status::ok;
+  for (const Move& move : moves) {
+    const Piece piece = move.from->pieces.at(move.address);
+    if (table_.mem_map(place.hole->address + moved, piece.size, 0, piece.handle, 0) !=
+        driver::kSuccess) {
+      status = Status::driver_failed;
+      break;
+    }
+    pieces.push_back(piece);
+    moved += piece.size;
+  }
+  const Bytes lacking = place.missing - std::min(moved, place.missing);
+  const Bytes total = moved + lacking;  // the last piece may bring more than was missing
+  if (status == Status::ok && total > place.hole->size) {
+    status = Status::out_of_memory;
+  }
+  const std::size_t borrowed = pieces.size();
+  if (status == Status::ok && lacking > 0) {
+    status = fits_under(counters_.mapped, lacking, ceiling)
+                 ? create_and_map(place.hole->address + moved, lacking, &pieces,
+                                  arena.key.small ? granularity_ : kPieceBytes)
+                 : Status::out_of_memory;
+  }
+  if (status == Status::ok &&
+      table_.mem_set_access(place.hole->address, total, &access_, 1) != driver::kSuccess) {
+    status = Status::driver_failed;
+  }
+  if (status != Status::ok) {
+    const std::vector<Piece> old(pieces.begin(),
+                                 pieces.begin() + static_cast<std::ptrdiff_t>(borrowed));
+    const std::vector<Piece> fresh(pieces.begin() + static_cast<std::ptrdiff_t>(borrowed),
+                                   pieces.end());
+    unmap_new(place.hole->address, old, false);
+    unmap_new(place.hole->address + moved, fresh, true);
+    return status;
+  }
+  Fence fence;
+  Seq idle_from = 0;
+  for (const Move& move : moves) {
+    retire(*move.from, move.address, move.from->pieces.at(move.address).size, &fence,
+           &idle_from);
+  }
+  if (idle_from == kUnlimited) {  // more clocks than a fence holds: order the stream now
+    idle_from = arena.clock.upcoming();
+    for (const Move& move : moves) {
+      clocks_.order_after(arena.clock, move.from->clock.now());
+    }
+  }
+  Address address = place.hole->address;
+  for (const Piece& piece : pieces) {
+    arena.pieces.emplace(address, piece);
+    address += piece.size;
+  }
+  add_mapped(arena, place.hole, total, fence, idle_from);
+  if (lacking > 0) {
+    counters_.map(lacking);
+  }
+  ++counters_.gathers;
+  return Status::ok;
+}
+
+void DeviceHeap::sweep_retiring(Arena& arena) {
+  std::erase_if(arena.retiring, [&](Block* block) {
+    const bool done = std::all_of(block->fence.begin(), block->fence.end(), [&](const Tick& t) {
+      StreamClock& clock = clocks_.at(t.clock);
+      return t.seq == 0 || clock.passed(t.seq);
+    });
+    if (!done) {
+      return false;
+    }
+    if (table_.mem_unmap(block->address, block->size) != driver::kSuccess) {
+      return false;  // try again later; the address stays unused until then
+    }
+    counters_.retiring_bytes -= block->size;
+    block->fence.clear();
+    block->idle_from = 0;
+    arena.set_state(block, BlockState::hole);
+    arena.coalesce(block);
+    return true;
+  });
+}
+
+Bytes DeviceHeap::trim(Bytes target) {
+  Bytes released = 0;
+  for (const auto& arena : arenas_) {
+    settle(*arena);
+  }
+  if (counters_.retiring_bytes > 0) {
+    return 0;  // memory still mapped at an old address would not really be released
+  }
+  for (const auto& arena : arenas_) {
+    if (arena->key.graph != 0) {
+      continue;
+    }
+    while (counters_.mapped > target) {
+      const auto piece = std::find_if(
+          arena->pieces.rbegin(), arena->pieces.rend(), [&](const auto& entry) {
+            const Block* block = arena->find(entry.first);
+            return block->state == BlockState::free &&
+                   block->end() >= entry.first + entry.second.size &&
+                   (block->idle_from == 0 || arena->clock.passed(block->idle_from));
+          });
+      if (piece == arena->pieces.rend()) {
+        break;
+      }
+      const auto [address, held] = *piece;
+      if (table_.mem_unmap(address, held.size) != driver::kSuccess) {
+        break;
+      }
+      table_.mem_release(held.handle);
+      Block* block = carve(*arena, address, held.size);
+      block->fence.clear();
+      block->idle_from = 0;
+      arena->set_state(block, BlockState::hole);
+      arena->coalesce(block);
+      arena->pieces.erase(address);
+      counters_.mapped -= held.size;
+      released += held.size;
+    }
+  }
+  return released;
+}
+
+}  // namespace stagehand::core

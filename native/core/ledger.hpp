@@ -1,0 +1,71 @@
+// The ledger: one record per saved storage, in the order of saving.
+//
+// A record lives as long as a handle names it. Where its bytes are:
+//   block, no copy    on the device, dirty: evicting it means copying it out first
+//   block and copy    on the device, clean: evicting it is free
+//   copy, no block    evicted: unpack brings it back
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "core/block.hpp"
+#include "core/pinned_pool.hpp"
+
+namespace stagehand::core {
+
+// The host's copy of the saved range of a storage: slabs filled one after the other.
+struct HostCopy {
+  std::vector<Slab*> slabs;
+  Tick written;  // on the D2H lane: the copy out that filled it
+};
+
+struct Record {
+  std::uint32_t index = 0;
+  std::uint32_t generation = 1;
+  std::uint32_t handles = 0;
+  std::uint64_t order = 0;  // of saving
+  bool alive = false;
+  bool copying = false;     // a pageable copy runs without the lock: leave block and copy alone
+  bool prefetched = false;  // on the device ahead of need, and not yet asked for
+  Block* block = nullptr;
+  // The bytes of the storage that were saved, from its first byte; what travels.
+  Bytes begin = 0;
+  Bytes end = 0;
+  Bytes block_begin = 0;  // the storage's byte that the block's first byte holds
+  HostCopy copy;
+  Tick arrived;             // on the H2D lane: the copy in that filled the block
+  std::uint32_t stall_pair = ~0u;  // the stall meter's note of that copy
+  driver::Stream stream = nullptr;  // where the storage was made, and is made again
+  Record* older = nullptr;  // neighbours in the order of saving
+  Record* newer = nullptr;
+
+  bool clean() const { return !copy.slabs.empty(); }
+  bool evicted() const { return alive && block == nullptr; }
+  Bytes bytes() const { return end - begin; }
+};
+
+class Ledger {
+ public:
+  // A record for a block's storage, newest in order; its generation is new.
+  Record* open(Block* block, Bytes begin, Bytes end);
+  // Takes a record out of the books (rule O2): its ids are stale from here on.
+  void close(Record* record);
+  // Null when the id is of a record that is gone.
+  Record* find(RecordId id);
+  static RecordId id_of(const Record& record) { return {record.index, record.generation}; }
+
+  Record* oldest() const { return oldest_; }
+  Record* newest() const { return newest_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::deque<Record> slots_;
+  std::vector<std::uint32_t> spare_;
+  Record* oldest_ = nullptr;
+  Record* newest_ = nullptr;
+  std::size_t size_ = 0;
+  std::uint64_t order_ = 0;
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,44 @@
+// A mutex with a rank: a thread may only take locks of rising rank (rule T2).
+// The GIL counts as the outermost lock: rank 0, never taken by the core (rule T1).
+#pragma once
+
+#include <mutex>
+
+#include "core/check.hpp"
+
+namespace stagehand::core {
+
+enum class Rank : int { registry = 1, device = 2 };
+
+class RankedMutex {
+ public:
+  explicit RankedMutex(Rank rank) : rank_(static_cast<int>(rank)) {}
+  RankedMutex(const RankedMutex&) = delete;
+  RankedMutex& operator=(const RankedMutex&) = delete;
+
+  void lock() {
+    SH_CHECK(held() < rank_);
+    mutex_.lock();
+    previous_ = held();
+    held() = rank_;
+  }
+  void unlock() {
+    held() = previous_;
+    mutex_.unlock();
+  }
+  // Whether this thread holds any core lock: asserted false before driver calls that can wait.
+  static bool any_held() { return held() != 0; }
+
+ private:
+  static int& held() {
+    static thread_local int rank = 0;
+    return rank;
+  }
+  std::mutex mutex_;
+  const int rank_;
+  int previous_ = 0;  // guarded by mutex_
+};
+
+using Lock = std::unique_lock<RankedMutex>;
+
+}  // namespace stagehand::core

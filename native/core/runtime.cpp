@@ -1,0 +1,385 @@
+// The walks. Making room is in runtime_reclaim.cpp; opening, budgets and reports in
+// runtime_control.cpp.
+#include "core/runtime.hpp"
+
+#include <algorithm>
+#include <thread>
+
+#include "core/check.hpp"
+
+namespace stagehand::core {
+
+namespace {
+constexpr std::uint64_t kClockBits = 64;
+constexpr int kPrefetchReach = 64;  // records looked at beyond the one unpacked
+}  // namespace
+
+// Walk 1 ------------------------------------------------------------------------------------------
+
+Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph,
+                         Address* address) {
+  Lock lock(mutex_);
+  if (debug_.evict_everything && graph == 0) {
+    const driver::ContextGuard guard(table_, context_);
+    evict_all(lock);
+  }
+  Status status = Status::ok;
+  Block* block = acquire(lock, DeviceHeap::block_bytes(bytes), stream, graph, &status);
+  if (block == nullptr) {
+    return status;
+  }
+  block->owned_by_torch = true;
+  block->fence.clear();  // the stream is behind all of it
+  counters_.requested_bytes += bytes;
+  *address = block->address;
+  return Status::ok;
+}
+
+// A live block of `bytes` that nobody owns yet; the caller adds itself as the owner.
+Block* Runtime::acquire(Lock& lock, Bytes bytes, driver::Stream stream, std::uint64_t graph,
+                        Status* status) {
+  ++counters_.allocations;
+  Arena* arena = heap_.arena_for(stream, bytes, graph);
+  if (arena == nullptr) {
+    *status = Status::driver_failed;
+    return nullptr;
+  }
+  Block* block = heap_.take(*arena, bytes);  // step 2: the hot path
+  if (block != nullptr) {
+    ++counters_.hits;
+  } else {
+    const driver::ContextGuard guard(table_, context_);
+    block = reclaim(lock, *arena, bytes, status);  // steps 3 to 7
+  }
+  if (block != nullptr) {
+    block->serial = ++serial_;
+    counters_.occupy(block->size);
+  }
+  return block;
+}
+
+bool Runtime::free(Address address) {
+  Lock lock(mutex_);
+  Block* block = heap_.find(address);
+  if (block == nullptr || !block->owned_by_torch || block->address != address) {
+    return false;
+  }
+  ++counters_.frees;
+  block->owned_by_torch = false;
+  owner_left(block);
+  return true;
+}
+
+// One of a block's owners is gone: torch, or an alias. With no owner it is retained while a record
+// needs it, and free otherwise.
+void Runtime::owner_left(Block* block) {
+  if (block->owned_by_torch || block->aliases > 0) {
+    return;
+  }
+  block->idle_from = block->arena->clock.upcoming();
+  if (block->users != 0) {
+    record_users(block);
+  }
+  if (block->record != nullptr) {
+    block->arena->set_state(block, BlockState::retained);
+    counters_.retain(block->size);
+  } else {
+    counters_.vacate(block->size);
+    heap_.give(block);
+  }
+}
+
+// Foreign streams get an event each where their work on the block ends: few blocks have any.
+void Runtime::record_users(Block* block) {
+  const driver::ContextGuard guard(table_, context_);
+  for (std::uint64_t users = block->users; users != 0; users &= users - 1) {
+    StreamClock& clock = clocks_.at(static_cast<std::uint32_t>(std::countr_zero(users)));
+    Tick tick = clock.now();
+    if (block->arena->key.graph != 0) {
+      tick.seq = kUnlimited;  // inside a captured graph no event tells: not reused by it
+    } else if (clock.record(&tick) != Status::ok) {
+      tick = clock.now();
+    }
+    mover_->fence_block(block, tick);
+  }
+  block->users = 0;
+}
+
+void Runtime::record_stream(Address address, driver::Stream stream) {
+  Lock lock(mutex_);
+  Block* block = heap_.find(address);
+  if (block == nullptr || block->state != BlockState::live) {
+    return;
+  }
+  StreamClock& clock = clocks_.of(stream);
+  if (&clock == &block->arena->clock) {
+    return;
+  }
+  const driver::ContextGuard guard(table_, context_);
+  if (clock.index() < kClockBits) {
+    block->users |= std::uint64_t{1} << clock.index();
+  } else {
+    clocks_.order_after(block->arena->clock, clock.now());  // more streams than bits: order now
+  }
+}
+
+bool Runtime::base_of(Address address, Address* base, Bytes* bytes) {
+  Lock lock(mutex_);
+  const Block* block = heap_.find(address);
+  if (block == nullptr) {
+    return false;
+  }
+  *base = block->address;
+  *bytes = block->size;
+  return true;
+}
+
+// Walk 2 ------------------------------------------------------------------------------------------
+
+Saved Runtime::save(Address data, Address first, Address last) {
+  Lock lock(mutex_);
+  Block* block = heap_.find(first);
+  if (block == nullptr || block->state != BlockState::live || last > block->end()) {
+    return {Refusal::foreign_storage, {}, 0};
+  }
+  if (block->arena->key.graph != 0) {
+    return {Refusal::graph_capture, {}, 0};
+  }
+  if (block->keep) {
+    return {Refusal::kept, {}, 0};
+  }
+  Record* record = block->record;
+  if (record == nullptr) {
+    // Parameters, buffers and inputs were there before the pool was entered (rule A2).
+    if (block->serial <= pool_serial_) {
+      return {Refusal::older_than_pool, {}, 0};
+    }
+    record = ledger_.open(block, first - block->address, last - block->address);
+    block->record = record;
+  } else {
+    const Bytes begin = first - block->address + record->block_begin;
+    const Bytes end = last - block->address + record->block_begin;
+    if (begin < record->begin || end > record->end) {
+      SH_CHECK(!record->clean());  // a copy can only have been made of what is retained
+      record->begin = std::min(record->begin, begin);
+      record->end = std::max(record->end, end);
+    }
+  }
+  ++record->handles;
+  ++counters_.handles;
+  ++counters_.activations_saved;
+  counters_.records = ledger_.size();
+  if (counters_.occupied > budget_.low) {
+    // A fine clock while memory is short: copies out of what is freed from here on can then start
+    // at this point of the stream instead of behind all that was queued.
+    const driver::ContextGuard guard(table_, context_);
+    Tick tick;
+    block->arena->clock.record(&tick);
+  }
+  return {Refusal::none, Ledger::id_of(*record), data - block->address + record->block_begin};
+}
+
+Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
+  Lock lock(mutex_);
+  Record* record = ledger_.find(id);
+  if (record == nullptr) {
+    return {Status::stale, 0, nullptr};
+  }
+  const driver::ContextGuard guard(table_, context_);
+  if (budget_.armed) {
+    Tick tick;
+    clocks_.of(record->stream).record(&tick);  // a fine clock for restores, as in save
+  }
+  const bool was_resident = record->block != nullptr;
+  Status status = Status::ok;
+  if (!was_resident && !restore(lock, *record, &status)) {
+    return {status, 0, nullptr};
+  }
+  Block* block = record->block;
+  if (was_resident) {
+    ++counters_.alias_hits;
+  }
+  if (block->state == BlockState::retained) {
+    block->arena->set_state(block, BlockState::live);
+    counters_.retained -= block->size;
+  }
+  ++block->aliases;
+  ++counters_.aliases;
+  StreamClock& clock = clocks_.of(consumer);
+  if (record->arrived.seq != 0) {
+    stalls_.asked(record->stall_pair, consumer, record->prefetched);
+    record->stall_pair = StallMeter::kNone;
+    record->prefetched = false;
+    if (holds(Rule::S6) && clocks_.order_after(clock, record->arrived) != Status::ok) {
+      --block->aliases;
+      --counters_.aliases;
+      owner_left(block);
+      return {Status::driver_failed, 0, nullptr};
+    }
+  }
+  if (&clock != &block->arena->clock && clock.index() < kClockBits) {
+    block->users |= std::uint64_t{1} << clock.index();
+  }
+  prefetch(*record);
+  return {Status::ok, block->address + offset - record->block_begin, block};
+}
+
+// Brings an evicted record back. Another thread may do so first: the lock is given up when room
+// has to be made outside it.
+bool Runtime::restore(Lock& lock, Record& record, Status* status) {
+  while (record.copying) {  // a pageable copy in another thread: rare, and it ends on its own
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
+  if (record.block != nullptr) {
+    return true;
+  }
+  const Bytes begin = record.begin / kBlockUnit * kBlockUnit;
+  Block* block =
+      acquire(lock, DeviceHeap::block_bytes(record.end - begin), record.stream, 0, status);
+  if (block == nullptr) {
+    return record.block != nullptr;
+  }
+  if (record.block != nullptr || record.copying) {
+    counters_.vacate(block->size);
+    heap_.give(block);
+    return record.block != nullptr || restore(lock, record, status);
+  }
+  record.block_begin = begin;
+  if (record.copy.slabs.front()->pageable) {
+    restore_pageable(lock, record, block, status);
+  } else {
+    *status = mover_->copy_in(record, block);
+    record.stall_pair = stalls_.copied(mover_->h2d().stream());
+  }
+  if (*status != Status::ok) {
+    counters_.vacate(block->size);
+    block->idle_from = block->arena->clock.upcoming();
+    heap_.give(block);
+    return false;
+  }
+  block->record = &record;
+  record.block = block;
+  counters_.evicted -= record.bytes();
+  ++counters_.restores;
+  counters_.restored_bytes += record.bytes();
+  return true;
+}
+
+// What comes next in reverse order of saving, into room that is free below `low`. Never evicts,
+// never grows.
+void Runtime::prefetch(Record& from) {
+  if (!budget_.armed || counters_.evicted == 0) {
+    return;
+  }
+  Record* record = from.older;
+  for (int reach = 0; record != nullptr && reach < kPrefetchReach;
+       record = record->older, ++reach) {
+    if (!record->evicted() || record->copying || record->copy.slabs.front()->pageable) {
+      continue;
+    }
+    const Bytes begin = record->begin / kBlockUnit * kBlockUnit;
+    const Bytes bytes = DeviceHeap::block_bytes(record->end - begin);
+    if (!fits_under(counters_.occupied, bytes, budget_.low)) {
+      return;
+    }
+    Arena* arena = heap_.arena_for(record->stream, bytes, 0);
+    Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
+    if (block == nullptr) {
+      return;
+    }
+    block->serial = ++serial_;
+    record->block_begin = begin;
+    if (mover_->copy_in(*record, block) != Status::ok) {
+      block->idle_from = arena->clock.upcoming();
+      heap_.give(block);
+      return;
+    }
+    record->stall_pair = stalls_.copied(mover_->h2d().stream());
+    record->prefetched = true;
+    record->block = block;
+    block->record = record;
+    arena->set_state(block, BlockState::retained);
+    counters_.occupy(block->size);
+    counters_.retain(block->size);
+    counters_.evicted -= record->bytes();
+    ++counters_.prefetches;
+    counters_.restored_bytes += record->bytes();
+  }
+}
+
+bool Runtime::resident(RecordId id) {
+  Lock lock(mutex_);
+  const Record* record = ledger_.find(id);
+  return record != nullptr && record->block != nullptr;
+}
+
+Bytes Runtime::bytes_of(RecordId id) {
+  Lock lock(mutex_);
+  const Record* record = ledger_.find(id);
+  return record != nullptr ? record->bytes() : 0;
+}
+
+void Runtime::drop_alias(Block* block) {
+  Lock lock(mutex_);
+  SH_CHECK(block->aliases > 0);
+  --block->aliases;
+  --counters_.aliases;
+  owner_left(block);
+}
+
+void Runtime::drop_handle(RecordId id) {
+  Lock lock(mutex_);
+  Record* record = ledger_.find(id);
+  if (record == nullptr) {
+    return;
+  }
+  --counters_.handles;
+  if (--record->handles == 0 && !record->copying) {
+    end_record(*record);
+  }
+}
+
+// The last handle is gone: block and copy are given back, each behind the work that names it. The
+// books forget the record before its address can be handed out again (rule O2).
+void Runtime::end_record(Record& record) {
+  Block* block = record.block;
+  if (block == nullptr) {
+    counters_.evicted -= record.bytes();
+  }
+  stalls_.forget(record.stall_pair);
+  release_copy(record);
+  ledger_.close(&record);
+  counters_.records = ledger_.size();
+  if (block != nullptr) {
+    block->record = nullptr;
+    if (block->state == BlockState::retained) {
+      counters_.retained -= block->size;
+      counters_.vacate(block->size);
+      heap_.give(block);
+    }
+  }
+  if (ledger_.size() == 0 && !pool_open_) {
+    budget_ = no_budget_;
+  }
+}
+
+void Runtime::release_copy(Record& record) {
+  for (Slab* slab : record.copy.slabs) {
+    pinned_.give(slab);
+  }
+  record.copy.slabs.clear();
+}
+
+bool Runtime::keep(Address address) {
+  Lock lock(mutex_);
+  Block* block = heap_.find(address);
+  if (block == nullptr) {
+    return false;
+  }
+  block->keep = true;
+  return true;
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,148 @@
+// The story: one device's allocator, as the walks of ARCHITECTURE.md tell it. The only file of the
+// core that knows all the others; mechanism lives in them.
+//
+// Thread-safe: every public function may be called from any thread, with or without the GIL. The
+// device's lock is held for bookkeeping and for driver calls that only queue work; what can wait
+// (pinning, pageable copies, trimming) runs without it, and is counted in `host_waits`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/budget.hpp"
+#include "core/counters.hpp"
+#include "core/device_heap.hpp"
+#include "core/ledger.hpp"
+#include "core/mover.hpp"
+#include "core/pinned_pool.hpp"
+#include "core/ranked_mutex.hpp"
+#include "core/stall_meter.hpp"
+#include "core/victim.hpp"
+
+namespace stagehand::core {
+
+// Why a saved tensor is not ours to keep; `none` where it is.
+enum class Refusal { none, foreign_storage, older_than_pool, kept, graph_capture, no_memory };
+
+struct Saved {
+  Refusal refusal = Refusal::none;
+  RecordId record;
+  Bytes offset = 0;  // of the tensor's first element in its storage
+};
+
+struct Unpacked {
+  Status status = Status::ok;
+  Address address = 0;
+  Block* block = nullptr;  // give back with drop_alias
+};
+
+struct DebugModes {
+  bool evict_everything = false;  // every allocation first evicts all that is retained
+  bool poison = false;            // evicted memory is overwritten once its copy is done
+};
+
+class Runtime {
+ public:
+  // Opens a device: its primary context, the two lanes, granularity. Null when the driver refuses;
+  // `error` then says what failed.
+  static Runtime* open(const driver::Table& table, int device, std::string* error);
+
+  // Walk 1. `bytes` > 0; the address is good for work queued on `stream` from now on.
+  Status allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph, Address* address);
+  // torch drops its block. False: not a block of ours.
+  bool free(Address address);
+  void record_stream(Address address, driver::Stream stream);
+  // The block's first byte and size, for interior pointers. False: not ours.
+  bool base_of(Address address, Address* base, Bytes* bytes);
+
+  // A tensor over the bytes [first, last) was saved; `data` is its first element.
+  Saved save(Address data, Address first, Address last);
+  // Walk 2: the tensor's memory, for work queued on `consumer` from now on.
+  Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
+  // Whether unpack will find the record on the device; where not, it may have to make room.
+  bool resident(RecordId record);
+  // Bytes saved of the record's storage; 0 when it is gone.
+  Bytes bytes_of(RecordId record);
+  void drop_alias(Block* block);
+  void drop_handle(RecordId record);
+  // Leaves a block on the GPU. False: not ours.
+  bool keep(Address address);
+
+  // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
+  // for the GPU where it must.
+  void set_budget(const Budget& budget);
+  // The pool is closed; the watermarks stay armed until the last record dies.
+  void clear_budget();
+  void set_limit(Bytes limit);
+  void configure_pinned(const SizeClasses& classes, Bytes host_limit);
+  void set_debug(DebugModes modes);
+  // Gives free memory back to the driver until mapped <= target. Waits for the GPU.
+  Bytes trim(Bytes target);
+  void release_graph(std::uint64_t graph);
+
+  Counters counters();
+  Budget budget();
+  void reset_peaks();
+  Bytes device_bytes() const { return device_bytes_; }
+  // Why the last request failed, with the numbers; for the error text.
+  std::string report(Bytes bytes);
+  // Empty, or the first broken invariant. Walks everything.
+  std::string invariants_broken();
+
+ private:
+  Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
+          Bytes granularity);
+
+  enum class Evicted { yes, needs_slab, none };
+
+  // runtime.cpp
+  Block* acquire(Lock& lock, Bytes bytes, driver::Stream stream, std::uint64_t graph,
+                 Status* status);
+  bool restore(Lock& lock, Record& record, Status* status);
+  void prefetch(Record& from);
+  void owner_left(Block* block);
+  void record_users(Block* block);
+  void end_record(Record& record);
+  void release_copy(Record& record);
+  // runtime_reclaim.cpp
+  Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
+  Block* room_without_evicting(Arena& arena, Bytes bytes);
+  void look(const Arena& arena, bool with_victims);
+  Block* take_idle_window(Arena& arena, Bytes bytes);
+  Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
+  Record* oldest_evictable(bool small_first);
+  Evicted evict(Record& record, bool squeeze, Bytes* missing);
+  bool take_slabs(Record& record, bool squeeze, Bytes* missing);
+  void evict_to_low(Bytes incoming);
+  void evict_all(Lock& lock);
+  Block* overshoot(Arena& arena, Bytes bytes, Status* status);
+  bool make_slabs(Lock& lock, Bytes wanted);
+  bool copy_out_pageable(Lock& lock);
+  void restore_pageable(Lock& lock, Record& record, Block* block, Status* status);
+  bool evictable(const Block& block) const;
+  Bytes ceiling() const;
+
+  const driver::Table& table_;
+  const int device_;
+  const driver::Context context_;
+  const Bytes device_bytes_;
+  RankedMutex mutex_{Rank::device};
+  // All below: guarded by mutex_.
+  ClockBank clocks_;
+  Counters counters_;
+  DeviceHeap heap_;
+  PinnedPool pinned_;
+  Ledger ledger_;
+  Mover* mover_ = nullptr;
+  StallMeter stalls_;
+  Budget budget_;
+  Budget no_budget_;            // what holds when no pool is open and no record lives
+  bool pool_open_ = false;
+  std::uint64_t serial_ = 0;       // of the last allocation
+  std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
+  DebugModes debug_;
+  std::vector<Candidate> candidates_;  // scratch of look
+  std::vector<Block*> candidate_blocks_;
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,242 @@
+// Opening a device, its settings, and what it tells about itself.
+#include <algorithm>
+#include <sstream>
+
+#include "core/check.hpp"
+#include "core/runtime.hpp"
+
+namespace stagehand::core {
+
+Runtime* Runtime::open(const driver::Table& table, int device, std::string* error) {
+  const auto fail = [&](const char* what, driver::Result result) -> Runtime* {
+    const char* name = nullptr;
+    table.get_error_name(result, &name);
+    *error = std::string(what) + " failed with " + (name != nullptr ? name : "an unknown error") +
+             " (" + std::to_string(result) + ") on device " + std::to_string(device);
+    return nullptr;
+  };
+  driver::Context context = nullptr;
+  driver::Result result = table.primary_ctx_retain(&context, device);
+  if (result != driver::kSuccess) {
+    return fail("cuDevicePrimaryCtxRetain", result);
+  }
+  const driver::ContextGuard guard(table, context);
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  result = table.mem_get_info(&free_bytes, &total_bytes);
+  if (result != driver::kSuccess) {
+    return fail("cuMemGetInfo", result);
+  }
+  driver::AllocationProp prop;
+  prop.location.id = device;
+  std::size_t granularity = 0;
+  result = table.allocation_granularity(&granularity, &prop, 0);
+  if (result != driver::kSuccess) {
+    return fail("cuMemGetAllocationGranularity", result);
+  }
+  driver::Stream lanes[2] = {nullptr, nullptr};
+  for (driver::Stream& lane : lanes) {
+    result = table.stream_create(&lane, driver::kStreamNonBlocking, 0);
+    if (result != driver::kSuccess) {
+      return fail("cuStreamCreateWithPriority", result);
+    }
+  }
+  auto* runtime = new Runtime(table, device, context, total_bytes,
+                              std::max<Bytes>(granularity, 2_MiB));
+  runtime->mover_ =
+      new Mover(table, runtime->clocks_, runtime->clocks_.of(lanes[0]),
+                runtime->clocks_.of(lanes[1]));
+  return runtime;
+}
+
+Runtime::Runtime(const driver::Table& table, int device, driver::Context context,
+                 Bytes device_bytes, Bytes granularity)
+    : table_(table),
+      device_(device),
+      context_(context),
+      device_bytes_(device_bytes),
+      clocks_(table),
+      heap_(table, device, device_bytes, granularity, clocks_, counters_),
+      pinned_(table, counters_),
+      stalls_(table, counters_) {
+  no_budget_.limit = device_bytes;
+  no_budget_.high = device_bytes;
+  no_budget_.low = device_bytes;
+  budget_ = no_budget_;
+  pinned_.configure(SizeClasses{}, kUnlimited);
+}
+
+void Runtime::set_budget(const Budget& budget) {
+  {
+    Lock lock(mutex_);
+    budget_ = budget;
+    budget_.limit = std::min(budget.limit, no_budget_.limit);
+    budget_.armed = true;
+    pool_open_ = true;
+    pool_serial_ = serial_;
+    if (counters_.mapped <= budget_.high) {
+      return;
+    }
+  }
+  trim(budget.high);
+}
+
+void Runtime::clear_budget() {
+  Lock lock(mutex_);
+  pool_open_ = false;
+  if (ledger_.size() == 0) {
+    budget_ = no_budget_;
+  }
+}
+
+void Runtime::set_limit(Bytes limit) {
+  Lock lock(mutex_);
+  no_budget_.limit = std::min(limit, device_bytes_);
+  no_budget_.high = no_budget_.low = no_budget_.limit;
+  if (!budget_.armed) {
+    budget_ = no_budget_;
+  } else {
+    budget_.limit = std::min(budget_.limit, no_budget_.limit);
+  }
+}
+
+void Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit) {
+  Lock lock(mutex_);
+  if (pinned_.idle() && classes.bytes != pinned_.classes().bytes) {
+    // Slabs of other sizes go: wait until no copy names one.
+    const driver::Stream lanes[] = {mover_->d2h().stream(), mover_->h2d().stream()};
+    lock.unlock();
+    const driver::ContextGuard guard(table_, context_);
+    for (const driver::Stream lane : lanes) {
+      table_.stream_synchronize(lane);
+    }
+    lock.lock();
+    if (pinned_.idle()) {
+      pinned_.release();
+      pinned_.configure(classes, host_limit);
+    }
+    return;
+  }
+  if (classes.bytes == pinned_.classes().bytes) {
+    pinned_.configure(classes, host_limit);
+  }
+}
+
+void Runtime::set_debug(DebugModes modes) {
+  Lock lock(mutex_);
+  debug_ = modes;
+}
+
+Bytes Runtime::trim(Bytes target) {
+  Lock lock(mutex_);
+  // Free memory goes back once the GPU has passed everything queued so far, on every stream.
+  std::vector<driver::Event> events;
+  const driver::ContextGuard guard(table_, context_);
+  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
+    Tick tick;
+    driver::Event event = nullptr;
+    Seq actual = 0;
+    int capturing = driver::kCaptureNone;
+    if (table_.stream_is_capturing(clocks_.at(i).stream(), &capturing) != driver::kSuccess ||
+        capturing != driver::kCaptureNone) {
+      return 0;
+    }
+    if (clocks_.at(i).record(&tick) == Status::ok &&
+        clocks_.at(i).event_for(tick.seq, &event, &actual) == Status::ok) {
+      events.push_back(event);
+    }
+  }
+  ++counters_.host_waits;
+  lock.unlock();
+  for (const driver::Event event : events) {
+    table_.event_synchronize(event);
+  }
+  lock.lock();
+  return heap_.trim(target);
+}
+
+void Runtime::release_graph(std::uint64_t graph) {
+  Lock lock(mutex_);
+  heap_.release_graph(graph);
+}
+
+Counters Runtime::counters() {
+  Lock lock(mutex_);
+  const driver::ContextGuard guard(table_, context_);
+  stalls_.collect();
+  return counters_;
+}
+
+Budget Runtime::budget() {
+  Lock lock(mutex_);
+  return budget_;
+}
+
+void Runtime::reset_peaks() {
+  Lock lock(mutex_);
+  counters_.reset_peaks();
+}
+
+std::string Runtime::report(Bytes bytes) {
+  Lock lock(mutex_);
+  Bytes pinned_by_torch = 0;
+  Bytes aliased = 0;
+  Bytes evictable_bytes = 0;
+  for (const Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
+    if (r->block == nullptr) {
+      continue;
+    }
+    if (r->block->owned_by_torch) {
+      pinned_by_torch += r->block->size;
+    } else if (r->block->aliases > 0) {
+      aliased += r->block->size;
+    } else {
+      evictable_bytes += r->block->size;
+    }
+  }
+  const auto mib = [](Bytes value) { return static_cast<double>(value) / (1 << 20); };
+  std::ostringstream text;
+  text.precision(2);
+  text << std::fixed << "asked for " << mib(bytes) << " MiB on device " << device_
+       << "; mapped " << mib(counters_.mapped) << " MiB, occupied " << mib(counters_.occupied)
+       << " MiB (retained " << mib(counters_.retained) << " MiB), evicted "
+       << mib(counters_.evicted) << " MiB; high " << mib(budget_.high) << " MiB, limit "
+       << mib(budget_.limit) << " MiB. Of the saved activations still on the GPU, "
+       << mib(pinned_by_torch) << " MiB are in use by torch, " << mib(aliased)
+       << " MiB by backward, and " << mib(evictable_bytes)
+       << " MiB could not be moved to the host (pinned " << mib(counters_.pinned_bytes)
+       << " MiB, in use " << mib(counters_.pinned_used_bytes) << " MiB)";
+  return text.str();
+}
+
+std::string Runtime::invariants_broken() {
+  Lock lock(mutex_);
+  if (const char* broken = heap_.broken(); broken != nullptr) {
+    return broken;
+  }
+  Bytes handles = 0;
+  Bytes evicted = 0;
+  std::size_t records = 0;
+  for (const Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
+    ++records;
+    handles += r->handles;
+    if (!r->alive || (r->handles == 0 && !r->copying)) {
+      return "a record without handles is in the ledger";
+    }
+    if (r->block == nullptr) {
+      evicted += r->bytes();
+      if (!r->clean()) {
+        return "O3: an evicted record has no host copy";
+      }
+    } else if (r->block->record != r) {
+      return "O1: a record and its block do not name each other";
+    }
+  }
+  if (records != ledger_.size() || handles != counters_.handles ||
+      records != counters_.records) {
+    return "ledger counts differ from the counters";
+  }
+  return evicted == counters_.evicted ? "" : "evicted bytes differ from the counters";
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,339 @@
+// Steps 3 to 7 of walk 1: making room for one request.
+#include <algorithm>
+
+#include "core/check.hpp"
+#include "core/runtime.hpp"
+
+namespace stagehand::core {
+
+// Where growth stops before anything is evicted.
+Bytes Runtime::ceiling() const { return std::min(budget_.high, budget_.limit); }
+
+bool Runtime::evictable(const Block& block) const {
+  return block.state == BlockState::retained && !block.record->copying;
+}
+
+Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
+  bool pressed = false;  // something was evicted for this request
+  bool squeeze = false;  // no new pinned memory: spread copies over whatever slabs are left
+  for (;;) {
+    Block* block = room_without_evicting(arena, bytes);
+    if (block == nullptr && arena.key.graph == 0) {
+      Bytes missing = 0;
+      switch (evict_for(arena, bytes, squeeze, &missing)) {
+        case Evicted::yes:
+          pressed = true;
+          continue;
+        case Evicted::needs_slab:
+          if (make_slabs(lock, missing)) {
+            continue;
+          }
+          if (!squeeze) {
+            squeeze = true;
+            continue;
+          }
+          if (copy_out_pageable(lock)) {
+            continue;
+          }
+          break;
+        case Evicted::none:
+          break;
+      }
+    }
+    if (block == nullptr) {
+      block = overshoot(arena, bytes, status);  // step 7
+    }
+    if (block != nullptr && pressed) {
+      evict_to_low(block->size);  // step 5
+    }
+    return block;
+  }
+}
+
+Block* Runtime::room_without_evicting(Arena& arena, Bytes bytes) {
+  heap_.settle(arena);
+  if (Block* block = heap_.take(arena, bytes); block != nullptr) {
+    return block;
+  }
+  if (heap_.grow(arena, bytes, ceiling()) == Status::ok) {  // step 3
+    return heap_.take(arena, bytes);
+  }
+  if (arena.key.graph != 0) {
+    return nullptr;
+  }
+  if (Block* block = take_idle_window(arena, bytes); block != nullptr) {
+    return block;
+  }
+  if (heap_.gather(arena, bytes, ceiling()) == Status::ok) {  // step 6, without a wait
+    if (Block* block = heap_.take(arena, bytes); block != nullptr) {
+      return block;
+    }
+    return take_idle_window(arena, bytes);
+  }
+  return nullptr;
+}
+
+// The arena as choose_window sees it, in `candidates_`; the blocks beside it.
+void Runtime::look(const Arena& arena, bool with_victims) {
+  candidates_.clear();
+  candidate_blocks_.clear();
+  for (Block* b = arena.first; b != nullptr; b = b->next) {
+    Candidate candidate{Candidate::Kind::wall, b->size, 0};
+    if (b->state == BlockState::free || b->state == BlockState::evicting) {
+      candidate.kind = Candidate::Kind::idle;
+      for (const Tick& tick : b->fence) {
+        if (tick.clock == mover_->d2h().index() &&
+            arena.clock.waited(tick.clock) < tick.seq) {
+          candidate.age = tick.seq;
+        }
+      }
+    } else if (with_victims && evictable(*b)) {
+      candidate.kind = Candidate::Kind::victim;
+      candidate.age = b->record->order;
+    }
+    candidates_.push_back(candidate);
+    candidate_blocks_.push_back(b);
+  }
+}
+
+Block* Runtime::take_idle_window(Arena& arena, Bytes bytes) {
+  look(arena, false);
+  const Window window = choose_window(candidates_, bytes);
+  if (!window.found) {
+    return nullptr;
+  }
+  return heap_.take_run(arena, candidate_blocks_[window.begin],
+                        candidate_blocks_[window.end - 1], bytes);
+}
+
+// Step 4: the victims that make a hole here; else the oldest anywhere, whose pieces can be moved
+// here once enough of them are whole.
+Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing) {
+  look(arena, true);
+  const Window window = choose_window(candidates_, bytes);
+  if (!window.found) {
+    Record* oldest = oldest_evictable(arena.key.small);
+    return oldest != nullptr ? evict(*oldest, squeeze, missing) : Evicted::none;
+  }
+  Evicted result = Evicted::none;
+  for (std::size_t i = window.begin; i < window.end; ++i) {
+    if (candidates_[i].kind != Candidate::Kind::victim) {
+      continue;
+    }
+    // Evicting may join free neighbours, but never moves or ends a block still in the list.
+    const Evicted one = evict(*candidate_blocks_[i]->record, squeeze, missing);
+    if (one != Evicted::yes) {
+      return result == Evicted::yes ? result : one;
+    }
+    result = one;
+  }
+  return result;
+}
+
+// Records in small arenas free pieces for a large request only when whole pieces come free: last.
+Record* Runtime::oldest_evictable(bool small_first) {
+  Record* other = nullptr;
+  for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
+    if (r->block == nullptr || !evictable(*r->block)) {
+      continue;
+    }
+    if (small_first || !r->block->arena->key.small) {
+      return r;
+    }
+    if (other == nullptr) {
+      other = r;
+    }
+  }
+  return other;
+}
+
+// Device to host and release. A clean record's block is released at once.
+Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
+  Block* block = record.block;
+  SH_CHECK(evictable(*block));
+  if (record.clean()) {
+    ++counters_.clean_evictions;
+  } else {
+    if (!take_slabs(record, squeeze, missing)) {
+      return Evicted::needs_slab;
+    }
+    if (mover_->copy_out(record) != Status::ok) {
+      release_copy(record);  // the slabs' fences cover what was queued; the block stays as it is
+      return Evicted::none;
+    }
+    ++counters_.dirty_evictions;
+    counters_.evicted_bytes += record.bytes();
+  }
+  if (debug_.poison) {
+    mover_->poison(block);
+  }
+  stalls_.forget(record.stall_pair);
+  record.stall_pair = StallMeter::kNone;
+  record.prefetched = false;
+  record.arrived = Tick{};
+  record.block = nullptr;
+  counters_.freed_bytes += block->size;
+  counters_.retained -= block->size;
+  counters_.vacate(block->size);
+  counters_.evict(record.bytes());
+  heap_.give(block);
+  return Evicted::yes;
+}
+
+// Slabs for the whole saved range into record.copy, or none and the bytes that found no slab.
+bool Runtime::take_slabs(Record& record, bool squeeze, Bytes* missing) {
+  Bytes left = record.bytes();
+  while (left > 0) {
+    Slab* slab = pinned_.take(left);
+    if (slab == nullptr && squeeze) {
+      slab = pinned_.take_smaller();
+    }
+    if (slab == nullptr) {
+      *missing = left;
+      ++counters_.pool_misses;
+      release_copy(record);
+      return false;
+    }
+    record.copy.slabs.push_back(slab);
+    left -= std::min(left, slab->size);
+  }
+  return true;
+}
+
+// Step 5: hysteresis, so that the next requests find room without evicting. Uses the slabs there
+// are: it is not worth a wait.
+void Runtime::evict_to_low(Bytes incoming) {
+  Bytes missing = 0;
+  while (!fits_under(counters_.occupied, incoming, budget_.low)) {
+    Record* oldest = oldest_evictable(false);
+    if (oldest == nullptr || evict(*oldest, false, &missing) != Evicted::yes) {
+      return;
+    }
+  }
+}
+
+void Runtime::evict_all(Lock& lock) {
+  Bytes missing = 0;
+  for (Record* record = oldest_evictable(true); record != nullptr;
+       record = oldest_evictable(true)) {
+    const Evicted result = evict(*record, true, &missing);
+    if (result == Evicted::none ||
+        (result == Evicted::needs_slab && !make_slabs(lock, missing))) {
+      return;
+    }
+  }
+}
+
+// Step 7.
+Block* Runtime::overshoot(Arena& arena, Bytes bytes, Status* status) {
+  const Bytes before = counters_.mapped;
+  Status grown = heap_.grow(arena, bytes, budget_.limit);
+  Block* block = nullptr;
+  if (grown == Status::ok) {
+    block = heap_.take(arena, bytes);
+  } else if (arena.key.graph == 0 && heap_.gather(arena, bytes, budget_.limit) == Status::ok) {
+    block = heap_.take(arena, bytes);
+    if (block == nullptr) {
+      block = take_idle_window(arena, bytes);
+    }
+  }
+  if (block == nullptr) {
+    *status = grown == Status::driver_failed ? grown : Status::out_of_memory;
+    ++counters_.out_of_memory;
+    return nullptr;
+  }
+  const Bytes over = counters_.mapped - std::min(counters_.mapped, budget_.high);
+  counters_.overshoot_bytes += std::min(over, counters_.mapped - before);
+  return block;
+}
+
+// Pins more host memory, without the lock. False when there is none to be had.
+bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
+  PinnedPool::Chunk chunk = pinned_.plan_growth(wanted);
+  if (chunk.size == 0) {
+    return false;
+  }
+  ++counters_.host_waits;
+  lock.unlock();
+  bool made = false;
+  {
+    const driver::ContextGuard guard(table_, context_);
+    made = pinned_.prepare(&chunk);
+  }
+  lock.lock();
+  if (made) {
+    pinned_.adopt(chunk);
+  } else {
+    pinned_.refused();
+  }
+  return made;
+}
+
+// The last resort for a copy: pageable memory, which the driver fills while the caller waits. Runs
+// without the lock; the block stays where it is meanwhile, so its owners may come and go.
+bool Runtime::copy_out_pageable(Lock& lock) {
+  Record* record = ledger_.oldest();
+  while (record != nullptr &&
+         (record->block == nullptr || !evictable(*record->block) || record->clean())) {
+    record = record->newer;
+  }
+  Slab* slab = record != nullptr ? pinned_.take_pageable(record->bytes()) : nullptr;
+  if (slab == nullptr) {
+    return false;
+  }
+  const Address source = record->block->address + record->begin - record->block_begin;
+  const Bytes bytes = record->bytes();
+  bool copied = mover_->order_copy_out(*record) == Status::ok;
+  record->copying = true;
+  ++counters_.host_waits;
+  ++counters_.pageable_copies;
+  lock.unlock();
+  {
+    const driver::ContextGuard guard(table_, context_);
+    const driver::Stream lane = mover_->d2h().stream();
+    copied = copied &&
+             table_.memcpy_dtoh_async(slab->host, source, bytes, lane) == driver::kSuccess &&
+             table_.stream_synchronize(lane) == driver::kSuccess;
+  }
+  lock.lock();
+  record->copying = false;
+  if (copied && record->handles > 0) {
+    record->copy.slabs.push_back(slab);
+    counters_.evicted_bytes += bytes;
+    return true;
+  }
+  pinned_.give(slab);
+  if (record->handles == 0) {
+    end_record(*record);
+    return true;  // its block is free now
+  }
+  return false;
+}
+
+// The same way back. The block is this thread's alone until the books say otherwise.
+void Runtime::restore_pageable(Lock& lock, Record& record, Block* block, Status* status) {
+  StreamClock& lane = mover_->h2d();
+  *status = clocks_.order_after(lane, {block->arena->clock.index(), block->idle_from});
+  if (*status == Status::ok) {
+    *status = clocks_.order_after(lane, block->fence);
+  }
+  if (*status != Status::ok) {
+    return;
+  }
+  const Address target = block->address + record.begin - record.block_begin;
+  record.copying = true;
+  ++counters_.host_waits;
+  lock.unlock();
+  bool copied = true;
+  {
+    const driver::ContextGuard guard(table_, context_);
+    copied = table_.memcpy_htod_async(target, record.copy.slabs.front()->host, record.bytes(),
+                                      lane.stream()) == driver::kSuccess;
+    copied = table_.stream_synchronize(lane.stream()) == driver::kSuccess && copied;
+  }
+  lock.lock();
+  record.copying = false;
+  *status = copied ? Status::ok : Status::driver_failed;
+}
+
+}  // namespace stagehand::core

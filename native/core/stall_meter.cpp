@@ -1,0 +1,77 @@
+#include "core/stall_meter.hpp"
+
+namespace stagehand::core {
+
+namespace {
+constexpr float kLateMilliseconds = 0.02f;  // below this a wait is the event's own cost
+}
+
+std::uint32_t StallMeter::copied(driver::Stream lane) {
+  if (spare_.empty()) {
+    collect();
+  }
+  if (spare_.empty()) {
+    if (pairs_.size() == kPairs) {
+      return kNone;
+    }
+    Pair pair;
+    if (table_.event_create(&pair.copied, 0) != driver::kSuccess) {
+      return kNone;
+    }
+    if (table_.event_create(&pair.asked, 0) != driver::kSuccess) {
+      table_.event_destroy(pair.copied);
+      return kNone;
+    }
+    pairs_.push_back(pair);
+    spare_.push_back(static_cast<std::uint32_t>(pairs_.size() - 1));
+  }
+  const std::uint32_t index = spare_.back();
+  if (table_.event_record(pairs_[index].copied, lane) != driver::kSuccess) {
+    return kNone;
+  }
+  spare_.pop_back();
+  return index;
+}
+
+void StallMeter::asked(std::uint32_t pair, driver::Stream consumer, bool prefetched) {
+  if (pair == kNone) {
+    return;
+  }
+  if (table_.event_record(pairs_[pair].asked, consumer) != driver::kSuccess) {
+    forget(pair);
+    return;
+  }
+  pairs_[pair].prefetched = prefetched;
+  open_.push_back(pair);
+}
+
+void StallMeter::forget(std::uint32_t pair) {
+  if (pair != kNone) {
+    spare_.push_back(pair);
+  }
+}
+
+void StallMeter::collect() {
+  std::erase_if(open_, [&](std::uint32_t index) {
+    const Pair& pair = pairs_[index];
+    if (table_.event_query(pair.asked) != driver::kSuccess ||
+        table_.event_query(pair.copied) != driver::kSuccess) {
+      return false;
+    }
+    float milliseconds = 0;
+    if (table_.event_elapsed_time(&milliseconds, pair.asked, pair.copied) == driver::kSuccess) {
+      const bool late = milliseconds > kLateMilliseconds;
+      if (late) {
+        counters_.stall_ns += static_cast<Bytes>(milliseconds * 1e6f);
+        ++counters_.stall_count;
+      }
+      if (pair.prefetched) {
+        ++(late ? counters_.prefetch_lates : counters_.prefetch_hits);
+      }
+    }
+    spare_.push_back(index);
+    return true;
+  });
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,39 @@
+// The core's vocabulary. Sizes are bytes unless a name says otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+namespace stagehand::core {
+
+using Bytes = std::uint64_t;
+using Address = std::uint64_t;
+using Seq = std::uint64_t;  // a position in one stream's queue; see stream_clock.hpp
+
+inline constexpr Bytes operator""_KiB(unsigned long long n) { return n << 10; }
+inline constexpr Bytes operator""_MiB(unsigned long long n) { return n << 20; }
+inline constexpr Bytes operator""_GiB(unsigned long long n) { return n << 30; }
+
+inline constexpr Bytes kBlockUnit = 512;       // every block starts and ends on this
+inline constexpr Bytes kSmallLimit = 1_MiB;    // up to here a block comes from a small arena
+inline constexpr Bytes kPieceBytes = 32_MiB;   // physical memory of a large arena comes in these
+inline constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
+
+constexpr Bytes round_up(Bytes value, Bytes unit) { return (value + unit - 1) / unit * unit; }
+
+// What a call of the core can end with. The core never throws: one place in entry/ raises.
+enum class Status {
+  ok,
+  out_of_memory,   // no room under the limit, or the driver refused; nothing changed
+  driver_failed,   // a driver call failed for another reason than memory
+  stale,           // the record named is gone (its generation passed)
+};
+
+// A record of the ledger. The generation makes an id of a dead record harmless (rule O2).
+struct RecordId {
+  std::uint32_t index = 0;
+  std::uint32_t generation = 0;
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,38 @@
+// Which blocks to evict for a request: pure decisions over a snapshot of one arena.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+// One block of an arena, in address order, as the choice sees it.
+struct Candidate {
+  enum class Kind : std::uint8_t {
+    wall,      // cannot be had: live, unmapped, or its record may not be evicted
+    idle,      // free, or evicting: costs no new copy
+    victim,    // retained: costs an eviction
+  };
+  Kind kind = Kind::wall;
+  Bytes size = 0;
+  // Victims: place in the order of next use, 0 = needed last (the oldest).
+  // Idle: the number of the copy out that still reads it, 0 = none.
+  std::uint64_t age = 0;
+};
+
+struct Window {
+  std::size_t begin = 0;
+  std::size_t end = 0;  // one past the last
+  bool found = false;
+  std::size_t victims = 0;
+};
+
+// The run of neighbours that makes a hole of `bytes` at the least cost: a run without victims if
+// there is one, else the one whose soonest-needed victim is needed latest; then the one whose last
+// copy out was queued first; then fewer victim bytes. Oldest first with free neighbours counted (Coop, and IBM's LMS, reclaim contiguous runs for
+// the same reason: freed bytes that do not join are unusable).
+Window choose_window(std::span<const Candidate> blocks, Bytes bytes);
+
+}  // namespace stagehand::core

@@ -1,0 +1,140 @@
+// The extension module stagehand_alloc._native, as stagehand_alloc/_native.pyi types it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "entry/hooks.hpp"
+#include "entry/registry.hpp"
+#include "entry/torch_entry.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace stagehand::entry {
+
+namespace {
+
+core::Runtime& opened(int device) {
+  std::string error;
+  core::Runtime* runtime = nullptr;
+  {
+    const nb::gil_scoped_release unlocked;
+    runtime = Registry::get().open(device, &error);
+  }
+  if (runtime == nullptr) {
+    throw std::runtime_error("stagehand_alloc: device " + std::to_string(device) + ": " + error);
+  }
+  return *runtime;
+}
+
+void install_driver(const std::vector<std::uintptr_t>& addresses) {
+  if (!Registry::get().install_driver(addresses)) {
+    throw std::runtime_error("stagehand_alloc: the driver table is filled already");
+  }
+}
+
+nb::dict entry_point_dict() {
+  nb::dict found;
+  for (const auto& [name, address] : entry_points()) {
+    found[name.c_str()] = address;
+  }
+  return found;
+}
+
+void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
+  core::Runtime& runtime = opened(device);
+  const nb::gil_scoped_release unlocked;  // may wait for the GPU to give memory back
+  runtime.set_budget({high, low, limit, true});
+}
+
+void clear_budget(int device) {
+  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
+    runtime->clear_budget();
+  }
+}
+
+void configure_pinned(const std::vector<core::Bytes>& classes,
+                      const std::vector<std::uint32_t>& counts, core::Bytes host_limit) {
+  const nb::gil_scoped_release unlocked;
+  Registry::get().configure_pinned({classes, counts}, host_limit);
+}
+
+nb::dict stats(int device) {
+  core::Counters counters;
+  core::Budget budget;
+  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
+    counters = runtime->counters();
+    budget = runtime->budget();
+  }
+  nb::dict found;
+#define STAGEHAND_ENTRY(name) found[#name] = counters.name;
+  STAGEHAND_COUNTERS(STAGEHAND_ENTRY)
+#undef STAGEHAND_ENTRY
+  found["live"] = counters.occupied - counters.retained;
+  found["high"] = budget.high;
+  found["low"] = budget.low;
+  found["limit"] = budget.limit;
+  return found;
+}
+
+void reset_peaks(int device) {
+  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
+    runtime->reset_peaks();
+  }
+}
+
+void empty_cache() {
+  const nb::gil_scoped_release unlocked;
+  Registry::get().each([](core::Runtime& runtime) { runtime.trim(0); });
+}
+
+std::string check_invariants(int device) {
+  core::Runtime* runtime = Registry::get().find(device);
+  return runtime != nullptr ? runtime->invariants_broken() : std::string();
+}
+
+void set_debug(bool evict_everything, bool poison) {
+  Registry::get().each(
+      [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison}); });
+}
+
+bool keep(int device, std::uintptr_t address) {
+  core::Runtime* runtime = Registry::get().find(device);
+  return runtime != nullptr && runtime->keep(address);
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  // Handles live in autograd graphs, which the interpreter may leave behind at exit.
+  nb::set_leak_warnings(false);
+
+  module.def("driver_symbols", [] {
+    return std::vector<std::string>(std::begin(driver::kSymbols), std::end(driver::kSymbols));
+  });
+  module.def("install_driver", &install_driver, "addresses"_a);
+  module.def("entry_points", &entry_point_dict);
+  module.def("open_device", [](int device) { opened(device); }, "device"_a);
+  module.def("device_open", [](int device) { return Registry::get().find(device) != nullptr; },
+             "device"_a);
+  module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
+  module.def("clear_budget", &clear_budget, "device"_a);
+  module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a);
+  module.def("stats", &stats, "device"_a);
+  module.def("reset_peaks", &reset_peaks, "device"_a);
+  module.def("empty_cache", &empty_cache);
+  module.def("check_invariants", &check_invariants, "device"_a,
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a);
+  module.def("keep", &keep, "device"_a, "address"_a);
+
+  nb::class_<Handle>(module, "Handle");
+  nb::class_<Hooks>(module, "Hooks")
+      .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a,
+           "keep"_a = nb::none())
+      .def("pack", &Hooks::pack, "tensor"_a)
+      .def("unpack", &Hooks::unpack, "handle"_a)
+      .def("passed_through", &Hooks::passed_through);
+}
+
+}  // namespace stagehand::entry

@@ -1,0 +1,240 @@
+#include "entry/hooks.hpp"
+
+#include <algorithm>
+
+#include "entry/registry.hpp"
+#include "entry/torch_error.hpp"
+
+namespace stagehand::entry {
+
+namespace {
+
+using core::Address;
+using core::Bytes;
+
+constexpr std::array<const char*, static_cast<std::size_t>(Reason::count)> kReasonNames = {
+    "leaf",  "view_of_leaf",    "subclass",        "layout", "neg_bit",
+    "empty", "foreign_storage", "older_than_pool", "kept",   "graph_capture"};
+
+Reason reason_of(core::Refusal refusal) {
+  switch (refusal) {
+    case core::Refusal::older_than_pool:
+      return Reason::older_than_pool;
+    case core::Refusal::kept:
+      return Reason::kept;
+    case core::Refusal::graph_capture:
+      return Reason::graph_capture;
+    default:
+      return Reason::foreign_storage;
+  }
+}
+
+// The bytes from the first to behind the last element, and whether there are any.
+bool extent(const dlpack::Tensor& tensor, Address* first, Address* last) {
+  const Bytes item = (Bytes{tensor.dtype.bits} * tensor.dtype.lanes + 7) / 8;
+  Bytes reach = 0;
+  for (std::int32_t i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] == 0) {
+      return false;
+    }
+    reach += static_cast<Bytes>(tensor.shape[i] - 1) * static_cast<Bytes>(tensor.strides[i]);
+  }
+  *first = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
+  *last = *first + (reach + 1) * item;
+  return tensor.data != nullptr;
+}
+
+// An alias: what torch's deleter gives back.
+struct Alias {
+  dlpack::ManagedTensor managed;
+  core::Runtime* runtime;
+  core::Block* block;
+  std::array<std::int64_t, 2 * Geometry::kInline> dims;
+  std::unique_ptr<std::int64_t[]> far_dims;
+};
+
+void drop(dlpack::ManagedTensor* managed) {
+  auto* alias = static_cast<Alias*>(managed->manager_ctx);
+  if (!Registry::get().forked()) {
+    alias->runtime->drop_alias(alias->block);
+  }
+  delete alias;
+}
+
+// A tensor over the block, exactly as the saved one was.
+nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
+  const Geometry& g = handle.geometry;
+  auto* alias = new Alias{};
+  alias->runtime = handle.runtime;
+  alias->block = unpacked.block;
+  std::int64_t* dims = alias->dims.data();
+  if (g.ndim > Geometry::kInline) {
+    alias->far_dims = std::make_unique<std::int64_t[]>(2 * static_cast<std::size_t>(g.ndim));
+    dims = alias->far_dims.get();
+  }
+  std::copy_n(g.shape(), 2 * g.ndim, dims);
+  alias->managed.version = {1, 0};
+  alias->managed.manager_ctx = alias;
+  alias->managed.deleter = &drop;
+  alias->managed.tensor = {reinterpret_cast<void*>(unpacked.address),
+                           g.device,
+                           g.ndim,
+                           g.dtype,
+                           dims,
+                           dims + g.ndim,
+                           0};
+  void* tensor = nullptr;
+  if (TorchApi::get().exchange->object_from_managed(&alias->managed, &tensor) != 0) {
+    throw nb::python_error();
+  }
+  return nb::steal(static_cast<PyObject*>(tensor));
+}
+
+}  // namespace
+
+void Geometry::set(const dlpack::Tensor& tensor) {
+  device = tensor.device;
+  dtype = tensor.dtype;
+  ndim = tensor.ndim;
+  std::int64_t* dims = near_.data();
+  if (ndim > kInline) {
+    far_.resize(2 * static_cast<std::size_t>(ndim));
+    dims = far_.data();
+  }
+  std::copy_n(tensor.shape, ndim, dims);
+  std::copy_n(tensor.strides, ndim, dims + ndim);
+}
+
+Handle::Handle(Handle&& other) noexcept
+    : runtime(other.runtime),
+      record(other.record),
+      offset(other.offset),
+      geometry(std::move(other.geometry)),
+      probe(std::move(other.probe)),
+      version(other.version) {
+  other.runtime = nullptr;
+}
+
+Handle::~Handle() {
+  if (runtime != nullptr && !Registry::get().forked()) {
+    runtime->drop_handle(record);
+  }
+}
+
+Hooks::Hooks(int device, nb::object modified, nb::object keep)
+    : device_(device), modified_(std::move(modified)), keep_(std::move(keep)) {
+  TorchApi::get();
+}
+
+// Leaves are kept as they are; anything else without its graph, since a saved output that holds its
+// own node would keep itself alive for ever (rule A4).
+Handle Hooks::pass(nb::handle tensor, Reason reason, bool as_it_is) {
+  ++passed_[static_cast<std::size_t>(reason)];
+  const TorchApi& torch = TorchApi::get();
+  Handle handle;
+  handle.probe = as_it_is ? nb::borrow(tensor) : torch.detached(tensor.ptr());
+  handle.version = torch.version_of(handle.probe.ptr());
+  return handle;
+}
+
+Handle Hooks::pack(nb::handle tensor) {
+  const TorchApi& torch = TorchApi::get();
+  PyObject* const object = tensor.ptr();
+  const bool leaf = torch.flag(object, torch.is_leaf);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != torch.tensor_type) {
+    const bool parameter = reinterpret_cast<PyObject*>(Py_TYPE(object)) == torch.parameter_type;
+    return pass(tensor, parameter ? Reason::leaf : Reason::subclass, leaf);
+  }
+  if (leaf && torch.flag(object, torch.requires_grad)) {
+    return pass(tensor, Reason::leaf, true);
+  }
+  const nb::object base = nb::steal(PyObject_GetAttr(object, torch.base));
+  if (base.is_valid() && !base.is_none() &&
+      (reinterpret_cast<PyObject*>(Py_TYPE(base.ptr())) == torch.parameter_type ||
+       (torch.flag(base.ptr(), torch.is_leaf) && torch.flag(base.ptr(), torch.requires_grad)))) {
+    return pass(tensor, Reason::view_of_leaf, false);
+  }
+  if (torch.flag_call(object, torch.is_neg)) {
+    return pass(tensor, Reason::neg_bit, leaf);
+  }
+  dlpack::Tensor described{};
+  if (torch.exchange->tensor_from_object(object, &described) != 0) {
+    PyErr_Clear();  // sparse, quantized, conjugate: DLPack says it cannot carry it
+    return pass(tensor, Reason::layout, leaf);
+  }
+  Address first = 0;
+  Address last = 0;
+  if (!extent(described, &first, &last)) {
+    return pass(tensor, Reason::empty, leaf);
+  }
+  core::Runtime* runtime = Registry::get().find(device_);
+  if (runtime == nullptr) {
+    return pass(tensor, Reason::foreign_storage, leaf);
+  }
+  if (!keep_.is_none() && nb::cast<bool>(keep_(tensor, order_++))) {
+    return pass(tensor, Reason::kept, leaf);
+  }
+  Handle handle;
+  handle.geometry.set(described);
+  handle.probe = torch.version_probe(object);
+  handle.version = torch.version_of(object);
+  const core::Saved saved = runtime->save(first, first, last);
+  if (saved.refusal != core::Refusal::none) {
+    return pass(tensor, reason_of(saved.refusal), leaf);
+  }
+  handle.runtime = runtime;
+  handle.record = saved.record;
+  handle.offset = saved.offset;
+  return handle;
+}
+
+void Hooks::raise_modified(const Handle& handle, long version) const {
+  const Geometry& g = handle.geometry;
+  nb::list shape;
+  for (std::int32_t i = 0; i < g.ndim; ++i) {
+    shape.append(g.shape()[i]);
+  }
+  nb::object passed = handle.runtime == nullptr ? handle.probe : nb::none();
+  modified_(passed, nb::make_tuple(g.dtype.code, g.dtype.bits, g.dtype.lanes), shape,
+            g.device.type == dlpack::kCuda, version, handle.version);
+  throw nb::value_error("an in-place change was found, but its error was not raised");
+}
+
+nb::object Hooks::unpack(const Handle& handle) {
+  const TorchApi& torch = TorchApi::get();
+  if (const long version = torch.version_of(handle.probe.ptr()); version != handle.version) {
+    raise_modified(handle, version);
+  }
+  if (handle.runtime == nullptr) {
+    return handle.probe;
+  }
+  driver::Stream consumer = nullptr;
+  if (handle.geometry.device.type == dlpack::kCuda &&
+      torch.exchange->current_work_stream(dlpack::kCuda, handle.geometry.device.id, &consumer) !=
+          0) {
+    throw nb::python_error();
+  }
+  core::Unpacked unpacked;
+  if (handle.runtime->resident(handle.record)) {
+    unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
+  } else {
+    const nb::gil_scoped_release unlocked;  // making room may wait
+    unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
+  }
+  if (unpacked.status != core::Status::ok) {
+    raise_status(*handle.runtime, unpacked.status, handle.runtime->bytes_of(handle.record));
+  }
+  return torch.with_version_of(handle.probe.ptr(), make_alias(handle, unpacked));
+}
+
+nb::dict Hooks::passed_through() const {
+  nb::dict counts;
+  for (std::size_t i = 0; i < passed_.size(); ++i) {
+    if (passed_[i] > 0) {
+      counts[kReasonNames[i]] = passed_[i];
+    }
+  }
+  return counts;
+}
+
+}  // namespace stagehand::entry

@@ -1,0 +1,86 @@
+// The pack and unpack hooks: they tag what autograd saves and hand it back. All decisions are the
+// runtime's. Called by autograd with the GIL, on any thread.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "core/runtime.hpp"
+#include "entry/torch_api.hpp"
+
+namespace stagehand::entry {
+
+// Why a saved tensor is handed back as it came, in the words of PoolStats.passed_through.
+enum class Reason : std::uint8_t {
+  leaf,
+  view_of_leaf,
+  subclass,
+  layout,
+  neg_bit,
+  empty,
+  foreign_storage,
+  older_than_pool,
+  kept,
+  graph_capture,
+  count
+};
+
+// What a tensor is beside its memory.
+struct Geometry {
+  static constexpr std::int32_t kInline = 8;
+
+  void set(const dlpack::Tensor& tensor);
+  const std::int64_t* shape() const { return ndim <= kInline ? near_.data() : far_.data(); }
+  const std::int64_t* strides() const { return shape() + ndim; }
+
+  dlpack::Device device{};
+  dlpack::DataType dtype{};
+  std::int32_t ndim = 0;
+
+ private:
+  std::array<std::int64_t, 2 * kInline> near_{};
+  std::vector<std::int64_t> far_;
+};
+
+// What the pack hook gives autograd for one saved tensor. It dies when autograd drops the saved
+// variable; the record goes with its last handle.
+class Handle {
+ public:
+  Handle() = default;
+  Handle(Handle&&) noexcept;
+  Handle& operator=(Handle&&) = delete;
+  ~Handle();
+
+  core::Runtime* runtime = nullptr;  // null: passed through
+  core::RecordId record;
+  core::Bytes offset = 0;
+  Geometry geometry;
+  nb::object probe;  // version probe; where passed through, the tensor itself without its graph
+  long version = 0;
+};
+
+class Hooks {
+ public:
+  // `modified(tensor_or_none, dtype, shape, is_cuda, version, expected)` raises autograd's error for
+  // an in-place change.
+  Hooks(int device, nb::object modified, nb::object keep);
+
+  Handle pack(nb::handle tensor);
+  nb::object unpack(const Handle& handle);
+  nb::dict passed_through() const;
+
+ private:
+  Handle pass(nb::handle tensor, Reason reason, bool as_it_is);
+  [[noreturn]] void raise_modified(const Handle& handle, long version) const;
+
+  const int device_;
+  const nb::object modified_;
+  const nb::object keep_;  // predicate, or None
+  std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
+  std::uint64_t order_ = 0;
+};
+
+}  // namespace stagehand::entry

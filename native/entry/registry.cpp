@@ -1,0 +1,130 @@
+#include "entry/registry.hpp"
+
+#include <pthread.h>
+
+#include <cstring>
+
+namespace stagehand::entry {
+
+Registry& Registry::get() {
+  static Registry* leaked = [] {
+    auto* made = new Registry;
+    pthread_atfork(nullptr, nullptr, [] { Registry::get().forked_.store(true); });
+    return made;
+  }();
+  return *leaked;
+}
+
+bool Registry::install_driver(const std::vector<std::uintptr_t>& addresses) {
+  driver::Table table;
+  if (addresses.size() != driver::kFunctionCount) {
+    return false;
+  }
+  static_assert(sizeof(std::uintptr_t) == sizeof(void*));
+  std::memcpy(static_cast<void*>(&table), addresses.data(), sizeof(table));
+  core::Lock lock(mutex_);
+  if (driver_installed()) {
+    return std::memcmp(&table, &table_, sizeof(table)) == 0;
+  }
+  table_ = table;
+  return true;
+}
+
+core::Runtime* Registry::find(int device) const {
+  return device >= 0 && device < kMaxDevices ? runtimes_[device].load(std::memory_order_acquire)
+                                             : nullptr;
+}
+
+core::Runtime* Registry::open(int device, std::string* error) {
+  if (core::Runtime* runtime = find(device); runtime != nullptr) {
+    return runtime;
+  }
+  if (device < 0 || device >= kMaxDevices || !driver_installed()) {
+    *error = driver_installed() ? "no such device" : "the CUDA driver was not loaded";
+    return nullptr;
+  }
+  core::Lock lock(mutex_);
+  core::Runtime* runtime = find(device);
+  if (runtime == nullptr) {
+    runtime = core::Runtime::open(table_, device, error);
+    if (runtime != nullptr) {
+      if (classes_set_) {
+        runtime->configure_pinned(classes_, host_limit_);
+      }
+      runtimes_[device].store(runtime, std::memory_order_release);
+    }
+  }
+  return runtime;
+}
+
+void Registry::configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit) {
+  {
+    core::Lock lock(mutex_);
+    classes_ = classes;
+    host_limit_ = host_limit;
+    classes_set_ = true;
+  }
+  each([&](core::Runtime& runtime) { runtime.configure_pinned(classes, host_limit); });
+}
+
+Registry::Graph* Registry::find_graph(int device, GraphPoolId id) {
+  for (Graph& graph : graphs_) {
+    if (graph.device == device && graph.id == id) {
+      return &graph;
+    }
+  }
+  return nullptr;
+}
+
+void Registry::begin_graph(int device, GraphPoolId id, StreamFilter filter) {
+  core::Lock lock(mutex_);
+  Graph* graph = find_graph(device, id);
+  if (graph == nullptr) {
+    graph = &graphs_.emplace_back(Graph{device, id, ++last_graph_, 0, false, {}});
+  }
+  ++graph->uses;
+  graph->filter = std::move(filter);
+  if (!graph->open) {
+    graph->open = true;
+    open_graphs_.fetch_add(1);
+  }
+}
+
+void Registry::end_graph(int device, GraphPoolId id) {
+  core::Lock lock(mutex_);
+  if (Graph* graph = find_graph(device, id); graph != nullptr && graph->open) {
+    graph->open = false;
+    graph->filter = nullptr;
+    open_graphs_.fetch_sub(1);
+  }
+}
+
+void Registry::release_graph(int device, GraphPoolId id) {
+  core::Lock lock(mutex_);
+  Graph* graph = find_graph(device, id);
+  if (graph == nullptr || --graph->uses > 0) {
+    return;
+  }
+  if (core::Runtime* runtime = find(device); runtime != nullptr) {
+    runtime->release_graph(graph->number);
+  }
+  if (graph->open) {
+    open_graphs_.fetch_sub(1);
+  }
+  graphs_.erase(graphs_.begin() + (graph - graphs_.data()));
+}
+
+std::uint64_t Registry::graph_of(int device, driver::Stream stream) {
+  if (!capturing()) {
+    return 0;
+  }
+  core::Lock lock(mutex_);
+  for (const Graph& graph : graphs_) {
+    if (graph.open && graph.device == device && graph.filter && graph.filter(stream)) {
+      return graph.number;
+    }
+  }
+  return 0;
+}
+
+}  // namespace stagehand::entry

@@ -1,0 +1,81 @@
+// The process-wide state: the driver table and one Runtime a device, opened at first use.
+// Leaked on purpose: torch frees tensors until the very end of the process (rule T3).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/runtime.hpp"
+#include "driver/driver.hpp"
+
+namespace stagehand::entry {
+
+inline constexpr int kMaxDevices = 64;
+
+using GraphPoolId = std::pair<unsigned long long, unsigned long long>;  // c10::MempoolId_t
+using StreamFilter = std::function<bool(driver::Stream)>;
+
+class Registry {
+ public:
+  static Registry& get();
+
+  // Fills the driver table. False when it is filled already with other addresses.
+  bool install_driver(const std::vector<std::uintptr_t>& addresses);
+  bool driver_installed() const { return table_.ctx_get_current != nullptr; }
+  const driver::Table& table() const { return table_; }
+
+  // The device's runtime, opened on the first call; null with the reason when that fails.
+  core::Runtime* open(int device, std::string* error);
+  // The same if it is open already: what frees and statistics use.
+  core::Runtime* find(int device) const;
+  template <class F>
+  void each(F&& call) const {
+    for (const auto& slot : runtimes_) {
+      if (core::Runtime* runtime = slot.load(std::memory_order_acquire); runtime != nullptr) {
+        call(*runtime);
+      }
+    }
+  }
+  // Settings for devices opened from now on, and those that are open.
+  void configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit);
+
+  // In a forked child every callback does nothing.
+  bool forked() const { return forked_.load(std::memory_order_relaxed); }
+
+  // CUDA graphs: while a pool is open on a device, requests whose stream passes its filter are
+  // served from arenas of that graph alone.
+  void begin_graph(int device, GraphPoolId id, StreamFilter filter);
+  void end_graph(int device, GraphPoolId id);
+  void release_graph(int device, GraphPoolId id);
+  // 0, or the graph that serves this request. One relaxed load when nothing is captured.
+  std::uint64_t graph_of(int device, driver::Stream stream);
+  bool capturing() const { return open_graphs_.load(std::memory_order_relaxed) > 0; }
+
+ private:
+  struct Graph {
+    int device;
+    GraphPoolId id;
+    std::uint64_t number;
+    int uses;
+    bool open;
+    StreamFilter filter;
+  };
+  Graph* find_graph(int device, GraphPoolId id);
+
+  core::RankedMutex mutex_{core::Rank::registry};
+  driver::Table table_{};
+  std::atomic<core::Runtime*> runtimes_[kMaxDevices]{};
+  std::atomic<bool> forked_{false};
+  std::atomic<int> open_graphs_{0};
+  std::vector<Graph> graphs_;        // guarded by mutex_
+  std::uint64_t last_graph_ = 0;     // guarded by mutex_
+  core::SizeClasses classes_;        // guarded by mutex_
+  core::Bytes host_limit_ = core::kUnlimited;
+  bool classes_set_ = false;
+};
+
+}  // namespace stagehand::entry

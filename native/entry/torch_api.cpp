@@ -1,0 +1,88 @@
+#include "entry/torch_api.hpp"
+
+namespace stagehand::entry {
+
+namespace {
+
+nb::object owned(PyObject* object) {
+  if (object == nullptr) {
+    throw nb::python_error();
+  }
+  return nb::steal(object);
+}
+
+PyObject* leak(nb::object object) { return object.release().ptr(); }
+
+TorchApi* load() {
+  nb::module_ torch = nb::module_::import_("torch");
+  auto* api = new TorchApi;
+  nb::object tensor = torch.attr("Tensor");
+  nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
+  api->exchange = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+  if (api->exchange == nullptr) {
+    throw nb::python_error();
+  }
+  api->parameter_type = leak(torch.attr("nn").attr("Parameter"));
+  // A shape that no default dtype or device setting of the user changes: no storage either way.
+  api->empty = leak(torch.attr("empty")(0, nb::arg("device") = "cpu"));
+  api->tensor_type = leak(std::move(tensor));
+  const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+  api->is_leaf = name("is_leaf");
+  api->requires_grad = name("requires_grad");
+  api->base = name("_base");
+  api->version = name("_version");
+  api->data = name("data");
+  api->detach = name("detach");
+  api->is_neg = name("is_neg");
+  return api;
+}
+
+}  // namespace
+
+const TorchApi& TorchApi::get() {
+  static const TorchApi* leaked = load();
+  return *leaked;
+}
+
+bool TorchApi::flag(PyObject* object, PyObject* name) const {
+  const nb::object value = owned(PyObject_GetAttr(object, name));
+  return value.ptr() == Py_True;
+}
+
+bool TorchApi::flag_call(PyObject* object, PyObject* name) const {
+  const nb::object value =
+      owned(PyObject_CallMethodObjArgs(object, name, static_cast<PyObject*>(nullptr)));
+  return value.ptr() == Py_True;
+}
+
+long TorchApi::version_of(PyObject* tensor) const {
+  const nb::object value = owned(PyObject_GetAttr(tensor, version));
+  const long number = PyLong_AsLong(value.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    throw nb::python_error();
+  }
+  return number;
+}
+
+nb::object TorchApi::detached(PyObject* tensor) const {
+  return owned(PyObject_CallMethodObjArgs(tensor, detach, static_cast<PyObject*>(nullptr)));
+}
+
+nb::object TorchApi::version_probe(PyObject* tensor) const {
+  nb::object probe = detached(tensor);
+  if (PyObject_SetAttr(probe.ptr(), data, empty) != 0) {
+    throw nb::python_error();
+  }
+  return probe;
+}
+
+nb::object TorchApi::with_version_of(PyObject* probe, nb::object memory) const {
+  nb::object tensor = detached(probe);
+  if (PyObject_SetAttr(tensor.ptr(), data, memory.ptr()) != 0) {
+    throw nb::python_error();
+  }
+  return tensor;
+}
+
+}  // namespace stagehand::entry

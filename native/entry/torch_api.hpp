@@ -1,0 +1,41 @@
+// What the hooks use of torch, looked up once: Python attributes by interned name, and the DLPack C
+// exchange API for pointers, shapes and making tensors over memory. All calls need the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "entry/dlpack.hpp"
+
+namespace stagehand::entry {
+
+namespace nb = nanobind;
+
+struct TorchApi {
+  // Imports torch on the first call. Raises what the import raises.
+  static const TorchApi& get();
+
+  PyObject* tensor_type;     // torch.Tensor
+  PyObject* parameter_type;  // torch.nn.Parameter
+  PyObject* empty;           // one tensor without storage, shared by every version probe
+  const dlpack::ExchangeApi* exchange;
+  // Interned attribute names.
+  PyObject* is_leaf;
+  PyObject* requires_grad;
+  PyObject* base;
+  PyObject* version;
+  PyObject* data;
+  PyObject* detach;
+  PyObject* is_neg;
+
+  bool flag(PyObject* object, PyObject* name) const;        // attribute as a bool
+  bool flag_call(PyObject* object, PyObject* name) const;   // method without arguments as a bool
+  long version_of(PyObject* tensor) const;
+  nb::object detached(PyObject* tensor) const;
+  // A tensor that shares `tensor`'s version counter and holds no storage: it follows every in-place
+  // change and keeps nothing alive.
+  nb::object version_probe(PyObject* tensor) const;
+  // A tensor over `memory` that shares the probe's version counter.
+  nb::object with_version_of(PyObject* probe, nb::object memory) const;
+};
+
+}  // namespace stagehand::entry

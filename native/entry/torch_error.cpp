@@ -1,0 +1,110 @@
+#include "entry/torch_error.hpp"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <typeinfo>
+
+namespace c10 {
+
+// Passed by value to the constructor: laid out as c10 lays it out.
+struct SourceLocation {
+  const char* function;
+  const char* file;
+  std::uint32_t line;
+};
+
+// For their names only: a handler compares type names, and libc10 does not export the type in every
+// version. Never constructed here.
+class Error : public std::exception {};
+class OutOfMemoryError : public Error {};
+
+}  // namespace c10
+
+namespace stagehand::entry {
+
+namespace {
+
+using Constructor = void (*)(void* self, c10::SourceLocation where, std::string message);
+using Destructor = void (*)(void* self);
+
+// c10::Error holds two strings, a context list, a cache and a backtrace: 200 bytes or so.
+constexpr std::size_t kRoomForError = 1024;
+
+struct ErrorSymbols {
+  Constructor construct = nullptr;
+  Destructor destroy = nullptr;
+  // __cxa_throw takes it without const.
+  std::type_info* type = const_cast<std::type_info*>(&typeid(c10::OutOfMemoryError));
+};
+
+template <class T>
+T symbol(void* library, const char* name) {
+  return reinterpret_cast<T>(dlsym(library, name));
+}
+
+ErrorSymbols find_symbols() {
+  ErrorSymbols found;
+  void* c10 = dlopen("libc10.so", RTLD_NOLOAD | RTLD_LAZY);
+  if (c10 == nullptr) {
+    return found;
+  }
+#define SH_CONSTRUCTOR(prefix)          \
+  prefix                                \
+      "C1ENS_14SourceLocationE"         \
+      "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+  found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c1016OutOfMemoryError"));
+  found.destroy = symbol<Destructor>(c10, "_ZN3c1016OutOfMemoryErrorD1Ev");
+  if (found.construct == nullptr) {
+    found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c105Error"));
+  }
+#undef SH_CONSTRUCTOR
+  if (found.destroy == nullptr) {
+    found.destroy = symbol<Destructor>(c10, "_ZN3c105ErrorD1Ev");
+  }
+  if (auto* type = symbol<std::type_info*>(c10, "_ZTIN3c1016OutOfMemoryErrorE"); type != nullptr) {
+    found.type = type;
+  }
+  return found;
+}
+
+}  // namespace
+
+void throw_out_of_memory(const std::string& message) {
+  static const ErrorSymbols symbols = find_symbols();
+  if (symbols.construct == nullptr) {
+    throw std::runtime_error(message);
+  }
+  void* error = abi::__cxa_allocate_exception(kRoomForError);
+  try {
+    symbols.construct(error, {"alloc", "stagehand_alloc", 0}, message);
+  } catch (...) {
+    abi::__cxa_free_exception(error);
+    throw;
+  }
+  abi::__cxa_throw(error, symbols.type, symbols.destroy);
+}
+
+void raise_status(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
+  if (status == core::Status::stale) {
+    throw std::runtime_error(
+        "stagehand_alloc: a saved tensor was asked for after autograd had dropped it.\n"
+        "Keep the graph (retain_graph=True) for a second backward.");
+  }
+  const std::string report = runtime.report(bytes);
+  if (status == core::Status::driver_failed) {
+    throw std::runtime_error(
+        "stagehand_alloc: the CUDA driver failed while making room: " + report +
+        ".\nAn earlier error on this device is the likely cause: run with CUDA_LAUNCH_BLOCKING=1 "
+        "to find it.");
+  }
+  throw_out_of_memory("CUDA out of memory. stagehand_alloc: " + report +
+                      ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where "
+                      "pinned memory is short, raise `host_limit`.");
+}
+
+}  // namespace stagehand::entry

@@ -1,0 +1,129 @@
+#include "sim/execute.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace stagehand::sim {
+
+namespace {
+
+std::uint64_t pattern_word(std::uint64_t seed, std::uint64_t index) {
+  std::uint64_t z = (seed + 1) * 0xD6E8FEB86659FD93ull + index * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 32)) * 0xD6E8FEB86659FD93ull;
+  return z ^ (z >> 29);
+}
+
+// Calls body(data, bytes, offset) for the stretches of the pieces that hold bytes [at, at + bytes).
+template <typename Body>
+void for_stretches(const std::vector<Piece>& pieces, std::uint64_t at, std::uint64_t bytes,
+                   Body body) {
+  const std::uint64_t end = at + bytes;
+  std::uint64_t begin = 0;
+  for (const Piece& piece : pieces) {
+    const std::uint64_t from = std::max(begin, at);
+    const std::uint64_t to = std::min(begin + piece.bytes, end);
+    if (from < to) {
+      body(piece.data + (from - begin), to - from, from);
+    }
+    begin += piece.bytes;
+  }
+}
+
+void copy(const Op& op, std::uint64_t at, std::uint64_t bytes) {
+  for_stretches(op.to, at, bytes, [&](unsigned char* to, std::uint64_t n, std::uint64_t offset) {
+    if (!op.staged.empty()) {
+      std::memcpy(to, op.staged.data() + offset, n);
+      return;
+    }
+    for_stretches(op.from, offset, n,
+                  [&](const unsigned char* from, std::uint64_t part, std::uint64_t from_offset) {
+                    std::memmove(to + (from_offset - offset), from, part);
+                  });
+  });
+}
+
+std::uint64_t count_wrong(const Op& op) {
+  std::uint64_t wrong = 0;
+  unsigned char expected[512];
+  for_stretches(op.from, 0, op.bytes,
+                [&](const unsigned char* data, std::uint64_t bytes, std::uint64_t offset) {
+                  for (std::uint64_t done = 0; done < bytes; done += sizeof expected) {
+                    const std::uint64_t n = std::min<std::uint64_t>(sizeof expected, bytes - done);
+                    write_pattern(expected, n, op.seed, offset + done);
+                    for (std::uint64_t i = 0; i < n; ++i) {
+                      wrong += data[done + i] != expected[i] ? 1 : 0;
+                    }
+                  }
+                });
+  return wrong;
+}
+
+}  // namespace
+
+unsigned char pattern_byte(std::uint64_t seed, std::uint64_t offset) {
+  return static_cast<unsigned char>(pattern_word(seed, offset / 8) >> (offset % 8 * 8));
+}
+
+void write_pattern(unsigned char* out, std::uint64_t bytes, std::uint64_t seed,
+                   std::uint64_t offset) {
+  std::uint64_t i = 0;
+  for (; i < bytes && (offset + i) % 8 != 0; ++i) {
+    out[i] = pattern_byte(seed, offset + i);
+  }
+  for (; i + 8 <= bytes; i += 8) {
+    const std::uint64_t word = pattern_word(seed, (offset + i) / 8);
+    std::memcpy(out + i, &word, 8);
+  }
+  for (; i < bytes; ++i) {
+    out[i] = pattern_byte(seed, offset + i);
+  }
+}
+
+unsigned draw_pieces(std::uint64_t bytes, Random& random) {
+  return bytes < 128 ? 1 : 1 + static_cast<unsigned>(random.below(4));
+}
+
+std::uint64_t execute_piece(Op& op, Random& random) {
+  const std::uint64_t left = op.bytes - op.done_bytes;
+  std::uint64_t bytes = left;
+  if (op.pieces_left > 1) {
+    // Cut where a cache line ends, anywhere in what is left.
+    bytes = std::min(left, (1 + random.below(2 * left / op.pieces_left + 1)) / 64 * 64);
+  }
+  const std::uint64_t at = op.done_bytes;
+  std::uint64_t wrong = 0;
+  switch (op.kind) {
+    case OpKind::kD2H:
+    case OpKind::kH2D:
+    case OpKind::kD2D:
+      copy(op, at, bytes);
+      break;
+    case OpKind::kMemset:
+      for_stretches(op.to, at, bytes, [&](unsigned char* data, std::uint64_t n, std::uint64_t) {
+        std::memset(data, static_cast<int>(op.seed), n);
+      });
+      break;
+    case OpKind::kFill:
+      for_stretches(op.to, at, bytes,
+                    [&](unsigned char* data, std::uint64_t n, std::uint64_t offset) {
+                      write_pattern(data, n, op.seed, offset);
+                    });
+      break;
+    case OpKind::kCheck:
+      wrong = count_wrong(op);
+      break;
+    case OpKind::kKernel:
+      if (op.callback != nullptr) {
+        op.callback(op.user);
+      }
+      break;
+    case OpKind::kRecord:
+    case OpKind::kWait:
+      break;
+  }
+  op.done_bytes += bytes;
+  --op.pieces_left;
+  return wrong;
+}
+
+}  // namespace stagehand::sim

@@ -1,0 +1,45 @@
+"""A CUDA allocator layer for PyTorch that keeps training inside a VRAM budget.
+
+    import torch, stagehand_alloc
+    torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+    ...
+    with stagehand_alloc.pool(high="20GiB", low="16GiB") as pool:
+        loss = model(batch)
+    loss.backward()
+    print(pool.stats())
+
+Importing it loads neither torch nor the CUDA driver.
+"""
+
+from stagehand_alloc._config import Config as Config
+from stagehand_alloc._config import load_config as load_config
+from stagehand_alloc._errors import AllocatorTooLateError as AllocatorTooLateError
+from stagehand_alloc._errors import AlreadyInstalledError as AlreadyInstalledError
+from stagehand_alloc._errors import CompilerError as CompilerError
+from stagehand_alloc._errors import ConfigError as ConfigError
+from stagehand_alloc._errors import DriverError as DriverError
+from stagehand_alloc._errors import DriverNotFoundError as DriverNotFoundError
+from stagehand_alloc._errors import DriverTooOldError as DriverTooOldError
+from stagehand_alloc._errors import ForkedError as ForkedError
+from stagehand_alloc._errors import InstallError as InstallError
+from stagehand_alloc._errors import ModeError as ModeError
+from stagehand_alloc._errors import NestedPoolError as NestedPoolError
+from stagehand_alloc._errors import NoCudaBuildError as NoCudaBuildError
+from stagehand_alloc._errors import NotBuiltError as NotBuiltError
+from stagehand_alloc._errors import PoolError as PoolError
+from stagehand_alloc._errors import PoolThreadError as PoolThreadError
+from stagehand_alloc._errors import SimulatorError as SimulatorError
+from stagehand_alloc._errors import SizeError as SizeError
+from stagehand_alloc._errors import StagehandError as StagehandError
+from stagehand_alloc._errors import TelemetryError as TelemetryError
+from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
+from stagehand_alloc._hooks import SavedTensorInfo as SavedTensorInfo
+from stagehand_alloc._install import allocator as allocator
+from stagehand_alloc._pool import Pool as Pool
+from stagehand_alloc._pool import keep as keep
+from stagehand_alloc._pool import pool as pool
+from stagehand_alloc._stats import PoolStats as PoolStats
+from stagehand_alloc._stats import reset_peak_stats as reset_peak_stats
+from stagehand_alloc._stats import stats as stats
+
+__version__ = "0.1.0"

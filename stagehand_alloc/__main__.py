@@ -1,0 +1,53 @@
+"""`python -m stagehand_alloc demo | report FILE | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from stagehand_alloc._errors import StagehandError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; 2 is a command that could not be run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:
+        from stagehand_alloc import _demo
+
+        return int(_demo.main(arguments[1:]))
+    options = _parse(arguments)
+    if options.command == "report":
+        return _report(options.file)
+    from stagehand_alloc import _doctor
+
+    return _doctor.main()
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m stagehand_alloc", description="Training inside a VRAM budget."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="train a small model without a budget, then under one")
+    report = commands.add_parser("report", help="print a table of a telemetry file")
+    report.add_argument("file", help="what pool(telemetry=...) wrote")
+    commands.add_parser("doctor", help="print what is here, and what would work")
+    return parser.parse_args(arguments)
+
+
+def _report(path: str) -> int:
+    from stagehand_alloc import _telemetry
+
+    try:
+        print(_telemetry.report(_telemetry.read_steps(path)))
+    except StagehandError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""`python -m stagehand_alloc doctor`: what is here, and what would work. Never fails itself."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+
+from stagehand_alloc import _bridge, _driver
+from stagehand_alloc._config import format_bytes
+from stagehand_alloc._errors import StagehandError
+from stagehand_alloc._host import available_host_bytes
+
+
+def main() -> int:
+    """Print the findings; 0 where the real or the simulated GPU would work, else 1."""
+    for name, probe in _FACTS.items():
+        print(f"{name:<16} {_attempt(probe)[1]}")
+    print()
+    works = False
+    for name, check in _WAYS.items():
+        good, text = _attempt(check)
+        works = works or good
+        print(f"{name:<16} {'yes' if good else 'no'}: {text}")
+    return 0 if works else 1
+
+
+def _attempt(probe: Callable[[], str]) -> tuple[bool, str]:
+    """The probe's answer, or what went wrong in one line."""
+    try:
+        return True, probe()
+    except StagehandError as error:
+        return False, error.what
+    except Exception as error:  # whatever is broken here is a finding
+        return False, " ".join(str(error).splitlines()) or type(error).__name__
+
+
+def _python() -> str:
+    return f"{platform.python_version()} on {platform.platform()}"
+
+
+def _torch() -> str:
+    import torch
+
+    cuda = torch.version.cuda
+    return f"{torch.__version__}, " + (f"CUDA {cuda}" if cuda else "no CUDA")
+
+
+def _cuda_python() -> str:
+    return metadata.version("cuda-python")
+
+
+def _driver_version() -> str:
+    count = _driver.device_count()
+    version = _driver.driver_version()
+    return f"CUDA {version // 1000}.{version % 1000 // 10}, {count} device(s)"
+
+
+def _devices() -> str:
+    found = [_driver.device(index) for index in range(_driver.device_count())]
+    return "; ".join(
+        f"{device.index}: {device.name}, {format_bytes(device.total)}, virtual memory "
+        f"{'yes' if device.virtual_memory else 'NO'}"
+        for device in found
+    )
+
+
+def _host() -> str:
+    return f"{format_bytes(available_host_bytes())} available for evicted activations, half used"
+
+
+def _compiler() -> str:
+    path = _bridge.find_compiler()
+    if path is None:
+        return "none (needed for the simulated GPU only)"
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    return f"{path}: {done.stdout.splitlines()[0] if done.stdout else 'no version'}"
+
+
+def _extension() -> str:
+    return f"{_driver.native().__file__}, Python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _real_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} was built without CUDA")
+    _driver.native()
+    names = [_driver.require_virtual_memory(index).name for index in range(_driver.device_count())]
+    return f"change_current_allocator(stagehand_alloc.allocator()) on {', '.join(names)}"
+
+
+def _simulated_gpu() -> str:
+    import torch  # noqa: F401  # whose tensors go there
+
+    from stagehand_alloc import testing
+
+    testing._library_path()
+    _bridge.source_path()
+    if _bridge.find_compiler() is None:
+        raise RuntimeError("no C++ compiler was found")
+    return "stagehand_alloc.testing.simulated_gpu(), python -m stagehand_alloc demo"
+
+
+_FACTS = {
+    "python": _python,
+    "torch": _torch,
+    "cuda-python": _cuda_python,
+    "driver": _driver_version,
+    "devices": _devices,
+    "host memory": _host,
+    "compiler": _compiler,
+    "extension": _extension,
+}
+_WAYS = {"real GPU": _real_gpu, "simulated GPU": _simulated_gpu}

@@ -1,0 +1,200 @@
+"""The control plane: the one module that touches cuda-python.
+
+Nothing here runs at import. `start` loads the driver, initialises it, and gives the extension its
+table of driver functions; torch's own CUDA state is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from stagehand_alloc._errors import (
+    DriverError,
+    DriverNotFoundError,
+    DriverTooOldError,
+    ForkedError,
+    NotBuiltError,
+    VirtualMemoryError,
+)
+
+MINIMUM_VERSION = 12000  # as cuDriverGetVersion counts: 1000 * major + 10 * minor
+_ATTRIBUTE_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM: a null stream is the legacy default one
+_UPDATE = "Install an NVIDIA driver for CUDA 12 or newer (525 or later)."
+_NO_DEVICE = (
+    "Run on a machine with an NVIDIA GPU and its driver; without one, use "
+    "stagehand_alloc.testing.simulated_gpu()."
+)
+
+_lock = threading.Lock()
+_started_in: int | None = None  # the process that filled the table
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the driver says of one device; sizes in bytes."""
+
+    index: int
+    name: str
+    total: int
+    virtual_memory: bool
+
+
+def native() -> Any:
+    """The extension module. Raises NotBuiltError where it is missing."""
+    try:
+        from stagehand_alloc import _native
+    except ImportError as error:
+        raise NotBuiltError(
+            f"The extension stagehand_alloc._native cannot be loaded: {error}.",
+            "Build it: `make setup` in the source folder, or `pip install stagehand_alloc`.",
+        ) from error
+    return _native
+
+
+def start() -> None:
+    """Load and initialise the driver and fill the extension's table; once per process.
+
+    Raises DriverNotFoundError, DriverTooOldError, ForkedError, or DriverError.
+    """
+    global _started_in
+    with _lock:
+        if _started_in is None:
+            extension = native()
+            version = _initialise()
+            addresses = [_address(symbol, version) for symbol in extension.driver_symbols()]
+            extension.install_driver(addresses)
+            _started_in = os.getpid()
+
+
+def started() -> bool:
+    """Whether `start` has succeeded, here or in the process this one was forked from."""
+    return _started_in is not None
+
+
+def check_process() -> None:
+    """Raises ForkedError in a child of a process that already used the driver."""
+    if _started_in is not None and _started_in != os.getpid():
+        raise ForkedError(
+            f"Process {os.getpid()} was forked from {_started_in}, which already uses CUDA.",
+            'Start worker processes with torch.multiprocessing.set_start_method("spawn").',
+        )
+
+
+def driver_version() -> int:
+    """The CUDA version of the driver, as 1000 * major + 10 * minor."""
+    return int(_call("cuDriverGetVersion"))
+
+
+def device_count() -> int:
+    """How many devices the driver shows (CUDA_VISIBLE_DEVICES applies)."""
+    _initialise()
+    return int(_call("cuDeviceGetCount"))
+
+
+def device(index: int) -> Device:
+    """Name, size and abilities of device ``index``."""
+    _initialise()
+    handle = _call("cuDeviceGet", index)
+    name = _call("cuDeviceGetName", 256, handle).split(b"\0", 1)[0].decode(errors="replace")
+    total = int(_call("cuDeviceTotalMem", handle))
+    attribute = _bindings().CUdevice_attribute(_ATTRIBUTE_VIRTUAL_MEMORY)
+    return Device(index, name, total, bool(_call("cuDeviceGetAttribute", attribute, handle)))
+
+
+def require_virtual_memory(index: int) -> Device:
+    """Device ``index``. Raises VirtualMemoryError where the core could not map memory on it."""
+    found = device(index)
+    if not found.virtual_memory:
+        raise VirtualMemoryError(
+            f"Device {index} ({found.name}) has no virtual memory management.",
+            "Use a GPU of the Pascal generation or newer, outside of WDDM and vGPU modes.",
+        )
+    return found
+
+
+def memory_info(index: int) -> tuple[int, int]:
+    """Free and total bytes of device ``index``, as the driver counts them. Waits for nothing."""
+    _initialise()
+    handle = _call("cuDeviceGet", index)
+    context = _call("cuDevicePrimaryCtxRetain", handle)
+    try:
+        _call("cuCtxPushCurrent", context)
+        try:
+            free, total = _call("cuMemGetInfo")
+        finally:
+            _call("cuCtxPopCurrent")
+    finally:
+        _call("cuDevicePrimaryCtxRelease", handle)
+    return int(free), int(total)
+
+
+def _initialise() -> int:
+    """cuInit and the checks on it; returns the driver's version."""
+    check_process()
+    driver = _bindings()
+    try:
+        result = driver.cuInit(0)[0]
+    except Exception as error:  # cuda-python's own types, which differ from version to version
+        raise DriverNotFoundError(
+            f"No CUDA driver was found: libcuda.so.1 cannot be loaded ({type(error).__name__}).",
+            _NO_DEVICE,
+        ) from error
+    if int(result) != 0:
+        raise DriverNotFoundError(
+            f"The CUDA driver cannot be initialised: {_name(result)} ({int(result)}).", _NO_DEVICE
+        )
+    version = driver_version()
+    if version < MINIMUM_VERSION:
+        raise DriverTooOldError(
+            f"The driver supports CUDA {_dotted(version)}; {_dotted(MINIMUM_VERSION)} is needed.",
+            _UPDATE,
+        )
+    if int(_call("cuDeviceGetCount")) == 0:
+        raise DriverNotFoundError("The CUDA driver shows 0 devices.", _NO_DEVICE)
+    return version
+
+
+def _address(symbol: str, version: int) -> int:
+    """Where the driver keeps ``symbol``, in the form CUDA 12.0 knows."""
+    result, address, *_ = _bindings().cuGetProcAddress(
+        symbol.encode(), MINIMUM_VERSION, _LEGACY_STREAM
+    )
+    if int(result) != 0 or not address:
+        raise DriverTooOldError(
+            f"The driver (CUDA {_dotted(version)}) has no function {symbol}.", _UPDATE
+        )
+    return int(address)
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    """One driver call through cuda-python. Raises DriverError naming the function and result."""
+    result, *values = getattr(_bindings(), function)(*arguments)
+    if int(result) != 0:
+        raise DriverError(
+            f"{function} failed: {_name(result)} ({int(result)}).",
+            "Run `python -m stagehand_alloc doctor`, and check that other CUDA programs work.",
+        )
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _bindings() -> ModuleType:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DriverError(
+            f"cuda-python cannot be imported: {error}.", "Install it: pip install cuda-python"
+        ) from error
+    return driver  # type: ignore[no-any-return]
+
+
+def _name(result: Any) -> str:
+    return str(getattr(result, "name", result))
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

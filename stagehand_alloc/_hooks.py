@@ -1,0 +1,97 @@
+"""The pack and unpack hooks, as the pool enters them; the work is done in native/entry/hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stagehand_alloc import _driver
+from stagehand_alloc._errors import StagehandError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SavedTensorInfo:
+    """A tensor autograd is about to save, as the ``keep`` predicate sees it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    """Of the tensor's own elements; its storage may be larger."""
+    order: int
+    """Place among the tensors the pool was shown, from 0."""
+
+
+def make_hooks(device: int | None, keep: Callable[[SavedTensorInfo], bool] | None) -> Any:
+    """An object with ``pack``, ``unpack`` and ``passed_through()`` for one device."""
+    return _driver.native().Hooks(device or 0, _raise_modified, _keep_caller(keep))
+
+
+def keep(tensor: Tensor) -> None:
+    """Leave the tensor's storage on the GPU: nothing saved over it is tagged from now on."""
+    device = tensor.device.index or 0
+    if not _driver.native().keep(device, tensor.data_ptr()):
+        raise StagehandError(
+            "keep() was given a tensor whose memory is not the process allocator's.",
+            "Give it a tensor made on the GPU after the allocator was installed.",
+        )
+
+
+def _keep_caller(
+    keep: Callable[[SavedTensorInfo], bool] | None,
+) -> Callable[[Tensor, int], bool] | None:
+    if keep is None:
+        return None
+
+    def call(tensor: Tensor, order: int) -> bool:
+        info = SavedTensorInfo(tuple(tensor.shape), tensor.dtype, tensor.nbytes, order)
+        return bool(keep(info))
+
+    return call
+
+
+def _raise_modified(
+    tensor: Tensor | None,
+    dtype: tuple[int, int, int],
+    shape: list[int],
+    is_cuda: bool,
+    version: int,
+    expected: int,
+) -> None:
+    """Raise the error autograd itself raises when a saved tensor was changed in place.
+
+    ``tensor`` is None where the tensor's memory is ours; then ``dtype`` is its DLPack type (code,
+    bits, lanes).
+    """
+    if tensor is not None:
+        kind, shape = tensor.type(), list(tensor.shape)
+    else:
+        kind = ("torch.cuda." if is_cuda else "torch.") + _TYPE_NAMES.get(dtype[:2], "Tensor")
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{kind} {shape}] is at version {version}; expected version {expected} "
+        "instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+        "gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+# torch's legacy type names by DLPack (code, bits): 0 int, 1 uint, 2 float, 4 bfloat, 5 complex,
+# 6 bool.
+_TYPE_NAMES = {
+    (2, 64): "DoubleTensor",
+    (2, 32): "FloatTensor",
+    (2, 16): "HalfTensor",
+    (4, 16): "BFloat16Tensor",
+    (0, 64): "LongTensor",
+    (0, 32): "IntTensor",
+    (0, 16): "ShortTensor",
+    (0, 8): "CharTensor",
+    (1, 8): "ByteTensor",
+    (5, 64): "ComplexFloatTensor",
+    (5, 128): "ComplexDoubleTensor",
+    (6, 8): "BoolTensor",
+}

@@ -1,0 +1,68 @@
+"""How much host memory this process may take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def available_host_bytes(
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/proc/self/cgroup"),
+    root: Path = _CGROUP_ROOT,
+) -> int:
+    """Bytes the machine has available, or what the process's control groups leave, if less."""
+    return max(0, min([_machine_available(meminfo), *_cgroup_headrooms(cgroup, root)]))
+
+
+def _machine_available(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_headrooms(cgroup: Path, root: Path) -> list[int]:
+    """What is left under each memory limit from the process's group up to the root."""
+    try:
+        lines = cgroup.read_text().splitlines()
+    except OSError:
+        return []
+    headrooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, used_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        relative = Path(path.lstrip("/"))
+        for group in (base / relative, *(base / parent for parent in relative.parents)):
+            limit = _read_int(group / limit_name)
+            if limit is not None:
+                used = _read_int(group / used_name) or 0
+                headrooms.append(limit - max(0, used - _reclaimable(group)))
+    return headrooms
+
+
+def _reclaimable(group: Path) -> int:
+    """File cache the kernel drops before it refuses memory: counted as used, but not in the way."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None

@@ -1,0 +1,281 @@
+"""`pool()`: the context manager around forward that arms the budget and tags what is saved."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stagehand_alloc import _driver, _install, _stats, _telemetry
+from stagehand_alloc._config import Budget, Config, Size, load_config, parse_size, resolve_budget
+from stagehand_alloc._errors import (
+    ConfigError,
+    ModeError,
+    NestedPoolError,
+    PoolThreadError,
+    SizeError,
+)
+from stagehand_alloc._stats import DeviceLike, PoolStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stagehand_alloc._hooks import SavedTensorInfo
+
+    KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
+
+_MODES = ("allocator", "mempool", "native")
+
+_registry_lock = threading.Lock()
+_active: dict[int, Pool] = {}  # device -> the pool entered on it; guarded by _registry_lock
+_pinned: tuple[Any, ...] | None = None  # what the pinned pool was last configured with; same lock
+_in_this_thread = threading.local()  # .pool: the pool this thread is inside
+_warned: set[str] = set()
+
+
+class Pool:
+    """A budget for one device, entered around forward; made by `pool`. Reusable every step.
+
+    Inside the ``with``, tensors that autograd saves may be moved to host memory when an allocation
+    would cross ``high``. They come back in backward, which may run after the ``with`` has ended:
+    the budget stays armed until the last of them is gone.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: tuple[Size | None, Size | None, Size | None],
+        keep: KeepPredicate | None,
+        device: DeviceLike,
+    ) -> None:
+        self._config = config
+        self._sizes = sizes
+        self._keep = keep
+        self._device_asked = device
+        self._device: int | None = None  # known from the first entry on
+        self._budget: Budget | None = None
+        self._hooks: Any = None
+        self._start = PoolStats()
+        self._stack: ExitStack | None = None
+        self._thread: int | None = None
+        if config.enabled and _install.is_installed():
+            self._resolve()
+
+    def __enter__(self) -> Pool:
+        """Arm the budget. Raises ModeError, NestedPoolError, PoolThreadError, or SizeError."""
+        if not self._config.enabled:
+            return self
+        _driver.check_process()
+        if not _install.is_installed():
+            raise ModeError(
+                "pool() was entered, but the process allocator is not installed.",
+                f"Put these two lines before the first use of CUDA:\n{_install.TWO_LINES}",
+            )
+        with ExitStack() as stack:
+            device, budget = self._claim(stack)
+            native = _driver.native()
+            _configure_pinned(native, self._config)
+            native.set_budget(device, budget.high, budget.low, budget.limit)
+            stack.callback(native.clear_budget, device)
+            if self._config.telemetry_enabled:
+                _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
+            self._enter_hooks(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop tagging. What was tagged stays inside the budget until autograd drops it."""
+        if not self._config.enabled:
+            return
+        if self._stack is None or self._thread != threading.get_ident():
+            raise PoolThreadError(
+                "A pool was left on a thread that did not enter it.",
+                "Use one `with` per step, on the thread that runs forward.",
+            )
+        stack, self._stack = self._stack, None
+        stack.__exit__(kind, error, trace)
+
+    def stats(self) -> PoolStats:
+        """The device's books; counters since this pool was first entered. Waits for no GPU work."""
+        if self._device is None:
+            return PoolStats()
+        found = _stats.stats(self._device).since(self._start)
+        return _stats.with_passed_through(found, self._passed_through())
+
+    def _resolve(self) -> tuple[int, Budget]:
+        """Device and budget, worked out once. Raises SizeError."""
+        if self._device is None or self._budget is None:
+            device = 0 if _install.is_simulated() else _stats.device_index(self._device_asked)
+            total = _driver.require_virtual_memory(device).total
+            self._budget = resolve_budget(*self._sizes, total)
+            self._device = device
+            self._start = _stats.read(device)
+        return self._device, self._budget
+
+    def _claim(self, stack: ExitStack) -> tuple[int, Budget]:
+        """Take this thread and the device for this pool; the stack gives both back."""
+        outer = getattr(_in_this_thread, "pool", None)
+        if outer is not None:
+            raise NestedPoolError(
+                "A pool was entered inside " + ("itself." if outer is self else "another pool."),
+                "Use one pool around the whole forward pass; it may be entered again every step.",
+            )
+        with _registry_lock:
+            if self._thread is not None:
+                raise PoolThreadError(
+                    f"A pool was entered on two threads at once ({self._thread} is inside).",
+                    "Use one pool per device, on the one thread that runs forward there.",
+                )
+            device, budget = self._resolve()
+            if device in _active:
+                raise PoolThreadError(
+                    f"Device {device} has a pool entered on another thread "
+                    f"({_active[device]._thread}) already.",
+                    "Use one pool per device, on the one thread that runs forward there.",
+                )
+            _active[device] = self
+            self._thread = threading.get_ident()
+            _in_this_thread.pool = self
+        stack.callback(self._release, device)
+        return device, budget
+
+    def _release(self, device: int) -> None:
+        with _registry_lock:
+            _active.pop(device, None)
+            self._thread = None
+            _in_this_thread.pool = None
+
+    def _enter_hooks(self, stack: ExitStack) -> None:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        from stagehand_alloc import _hooks
+
+        if self._hooks is None:
+            self._hooks = _hooks.make_hooks(self._device, self._keep)
+        stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
+
+    def _passed_through(self) -> dict[str, int]:
+        return {} if self._hooks is None else dict(self._hooks.passed_through())
+
+
+def pool(
+    high: Size | None = None,
+    low: Size | None = None,
+    *,
+    limit: Size | None = None,
+    mode: str | None = None,
+    config: Config | dict[str, Any] | str | Path | None = None,
+    keep: KeepPredicate | None = None,
+    telemetry: bool | str | Path | None = None,
+    device: DeviceLike = None,
+) -> Pool:
+    """A budget to enter around forward: ``with stagehand_alloc.pool(high="20GiB"): ...``.
+
+    Args:
+        high: an allocation that would take mapped memory above this evicts first. Bytes, a text
+            ("20GiB"), or a fraction of device memory in (0, 1]. Default: 0.90 of ``limit``.
+        low: eviction goes on until occupied memory is at or below this. Default: 8/9 of ``high``,
+            and no more than 0.80 of ``limit``.
+        limit: beyond this ``torch.OutOfMemoryError`` is raised. Default: the device.
+        mode: "allocator", which is also the default.
+        config: further settings: a Config, a dict, or a file for `load_config`. The arguments
+            here win over it.
+        keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
+        telemetry: a file to append one JSON line per step to; True takes the config's name for it.
+        device: default: the current CUDA device.
+
+    Raises SizeError and ConfigError for settings that cannot be, ModeError for a mode that is not
+    available. The device's own size is checked here once the allocator is installed, and at the
+    ``with`` at the latest.
+    """
+    if mode is not None and mode not in _MODES:
+        raise ModeError(f"There is no mode {mode!r}.", 'Use mode="allocator", or leave it out.')
+    if mode in ("mempool", "native"):
+        raise ModeError(
+            f"mode={mode!r} is not available yet.",
+            f'Use mode="allocator", with these two lines at the start:\n{_install.TWO_LINES}',
+        )
+    if keep is not None and not callable(keep):
+        raise ConfigError(
+            f"keep={keep!r} cannot be called.",
+            "Give a function that takes a SavedTensorInfo and returns a bool.",
+        )
+    settings = _settings(config, telemetry)
+    sizes = (
+        settings.high if high is None else high,
+        settings.low if low is None else low,
+        limit,
+    )
+    for name, size in zip(("high", "low", "limit"), sizes, strict=True):
+        if size is not None:
+            parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
+    _check_order(*sizes)
+    return Pool(settings, sizes, keep, device)
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Leave ``tensor``'s storage on the GPU for as long as autograd keeps it; returns ``tensor``.
+
+    Call it inside a pool, before the operation that saves it.
+    """
+    from stagehand_alloc import _hooks
+
+    _hooks.keep(tensor)
+    return tensor
+
+
+def _settings(
+    config: Config | dict[str, Any] | str | Path | None, telemetry: bool | str | Path | None
+) -> Config:
+    import dataclasses
+
+    settings = (
+        config if isinstance(config, Config) else load_config({} if config is None else config)
+    )
+    if isinstance(telemetry, bool):
+        settings = dataclasses.replace(settings, telemetry_enabled=telemetry)
+    elif telemetry is not None:
+        settings = dataclasses.replace(
+            settings, telemetry_enabled=True, telemetry_file=str(telemetry)
+        )
+    unused = [name for name in settings.without_effect() if name not in _warned]
+    if unused:
+        _warned.update(unused)
+        warnings.warn(
+            f"These settings have no effect in this version: {', '.join(unused)}.", stacklevel=3
+        )
+    return settings
+
+
+def _check_order(high: Size | None, low: Size | None, limit: Size | None) -> None:
+    """low <= high <= limit, for the pairs that need no device to be compared."""
+    for small_name, small, large_name, large in (
+        ("low", low, "high", high),
+        ("high", high, "limit", limit),
+    ):
+        if small is None or large is None or isinstance(small, float) != isinstance(large, float):
+            continue
+        if parse_size(small, 1 << 40) > parse_size(large, 1 << 40):
+            raise SizeError(
+                f"{small_name}={small!r} is above {large_name}={large!r}.",
+                f"Lower {small_name} or raise {large_name}: low <= high <= limit.",
+            )
+
+
+def _configure_pinned(native: Any, config: Config) -> None:
+    """Set up the pinned pool, once for the process and again where the settings differ."""
+    global _pinned
+    wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
+    with _registry_lock:
+        if _pinned != wanted:
+            native.configure_pinned(*config.pinned_classes(), config.host_limit_bytes())
+            _pinned = wanted

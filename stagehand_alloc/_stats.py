@@ -1,0 +1,258 @@
+"""What is counted: the public statistics, and torch's own names for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stagehand_alloc import _driver
+from stagehand_alloc._config import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceLike: TypeAlias = "int | str | torch.device | None"
+
+PEAKS = ("mapped_peak", "occupied_peak", "retained_peak", "evicted_peak")
+_GAUGES = (
+    *("mapped", "occupied", "live", "retained", "evicted", "high", "low", "limit"),
+    *("records", "handles", "aliases", "pinned_bytes", "pinned_used_bytes", "pageable_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The books of one device. Sizes in bytes; counters since the start of what was asked.
+
+    ``mapped`` is what the driver sees, ``occupied`` = ``live`` + ``retained`` the part that holds
+    something. Peaks are since `reset_peak_stats`, or, with telemetry, since the start of all steps.
+    """
+
+    device: int = 0
+    # now
+    mapped: int = 0
+    occupied: int = 0
+    live: int = 0
+    retained: int = 0
+    evicted: int = 0
+    high: int = 0
+    low: int = 0
+    limit: int = 0
+    records: int = 0
+    handles: int = 0
+    aliases: int = 0
+    pinned_bytes: int = 0
+    pinned_used_bytes: int = 0
+    pageable_bytes: int = 0
+    # the largest so far
+    mapped_peak: int = 0
+    occupied_peak: int = 0
+    retained_peak: int = 0
+    evicted_peak: int = 0
+    # counted bytes
+    overshoot_bytes: int = 0  # mapped beyond high
+    evicted_bytes: int = 0  # copied to the host or already there
+    freed_bytes: int = 0  # device bytes really released by evicting
+    restored_bytes: int = 0
+    # counted events
+    host_waits: int = 0
+    stall_count: int = 0
+    stall_ns: int = 0
+    clean_evictions: int = 0
+    dirty_evictions: int = 0
+    restores: int = 0
+    prefetches: int = 0
+    prefetch_hits: int = 0
+    prefetch_lates: int = 0
+    alias_hits: int = 0
+    activations_saved: int = 0
+    allocations: int = 0
+    frees: int = 0
+    hits: int = 0
+    grows: int = 0
+    gathers: int = 0  # free physical memory moved to where it was needed
+    out_of_memory: int = 0
+    pool_hits: int = 0
+    pool_misses: int = 0
+    pageable_copies: int = 0
+    # saved tensors that autograd was handed back as they are, by reason
+    passed_through: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        size = format_bytes
+        evictions = self.clean_evictions + self.dirty_evictions
+        passed = sum(self.passed_through.values())
+        memory = f"mapped {size(self.mapped)} (peak {size(self.mapped_peak)})"
+        budget = f"high {size(self.high)}, low {size(self.low)}, limit {size(self.limit)}"
+        occupied = f"occupied {size(self.occupied)} (peak {size(self.occupied_peak)})"
+        parts = f"live {size(self.live)}, retained {size(self.retained)}"
+        saved = f"saved {self.activations_saved} tensors, passed through {passed}"
+        evicted = f"{evictions} evictions ({size(self.evicted_bytes)})"
+        restored = f"{self.restores} restores ({size(self.restored_bytes)})"
+        prefetched = f"{self.prefetch_hits} prefetched in time, {self.prefetch_lates} late"
+        pinned = f"pinned {size(self.pinned_used_bytes)} of {size(self.pinned_bytes)} used"
+        stalls = f"{self.stall_count} stalls ({self.stall_ns / 1e6:.1f} ms)"
+        over = f"{size(self.overshoot_bytes)} over high"
+        return (
+            f"device {self.device}: {memory}; {budget}\n"
+            f"  {occupied}: {parts}; {over}\n"
+            f"  {saved}; {evicted}, {restored}, {prefetched}\n"
+            f"  {pinned}, pageable {size(self.pageable_bytes)}; "
+            f"{self.host_waits} host waits, {stalls}"
+        )
+
+    def since(self, start: PoolStats) -> PoolStats:
+        """These statistics with every counter taken from ``start`` on; gauges and peaks as now."""
+        changes: dict[str, Any] = {
+            name: getattr(self, name) - getattr(start, name) for name in COUNTERS
+        }
+        return dataclasses.replace(self, **changes)
+
+
+COUNTERS = tuple(
+    f.name
+    for f in dataclasses.fields(PoolStats)
+    if f.name not in (*PEAKS, *_GAUGES, "device", "passed_through")
+)
+_NATIVE_NAMES = frozenset(f.name for f in dataclasses.fields(PoolStats)) - {"device"}
+
+
+class _CarriedPeaks:
+    """Peaks of steps that telemetry has closed, so that its resets are invisible elsewhere."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peaks: dict[int, Counter[str]] = {}
+
+    def fold(self, found: PoolStats) -> None:
+        with self._lock:
+            carried = self._peaks.setdefault(found.device, Counter())
+            for name in PEAKS:
+                carried[name] = max(carried[name], getattr(found, name))
+
+    def forget(self, device: int) -> None:
+        with self._lock:
+            self._peaks.pop(device, None)
+
+    def applied_to(self, found: PoolStats) -> PoolStats:
+        with self._lock:
+            carried = self._peaks.get(found.device)
+            if carried is None:
+                return found
+            peaks: dict[str, Any] = {
+                name: max(carried[name], getattr(found, name)) for name in PEAKS
+            }
+        return dataclasses.replace(found, **peaks)
+
+
+_carried = _CarriedPeaks()
+
+
+def device_index(device: DeviceLike) -> int:
+    """The CUDA device meant; None is the current one (0 before CUDA is initialised)."""
+    if isinstance(device, int):
+        return device
+    import torch
+
+    if device is not None:
+        index = torch.device(device).index
+        if index is not None:
+            return index
+    cuda: Any = torch.cuda
+    return int(cuda.current_device()) if cuda.is_initialized() else 0
+
+
+def stats(device: DeviceLike = None) -> PoolStats:
+    """The books of ``device`` since the process started; all zero where nothing was allocated.
+
+    Takes the device's lock for a moment; waits for no GPU work.
+    """
+    return _carried.applied_to(read(device_index(device)))
+
+
+def reset_peak_stats(device: DeviceLike = None) -> None:
+    """Let every peak of ``device`` start again from what is there now."""
+    index = device_index(device)
+    _carried.forget(index)
+    if _open(index):
+        _driver.native().reset_peaks(index)
+
+
+def start_step_peaks(device: int) -> None:
+    """Let peaks start again for one step, without `stats` forgetting the ones before."""
+    _carried.fold(read(device))
+    if _open(device):
+        _driver.native().reset_peaks(device)
+
+
+def read(device: int) -> PoolStats:
+    """The native books as they are: peaks since the last native reset."""
+    raw = _driver.native().stats(device) if _open(device) else {}
+    known = {name: value for name, value in raw.items() if name in _NATIVE_NAMES}
+    known.setdefault("live", known.get("occupied", 0) - known.get("retained", 0))
+    return PoolStats(device=device, **known)
+
+
+def with_passed_through(found: PoolStats, passed_through: Mapping[str, int]) -> PoolStats:
+    """``found``, with the counts of the hooks that made it."""
+    return dataclasses.replace(found, passed_through=dict(passed_through))
+
+
+def _open(device: int) -> bool:
+    return _driver.started() and bool(_driver.native().device_open(device))
+
+
+# ---- torch's names -------------------------------------------------------------------------------
+
+_accumulated: dict[int, PoolStats] = {}  # where reset_accumulated_memory_stats put zero
+_SIZES = ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes")
+_COUNTS = ("allocation", "active")
+_UNUSED = ("segment", "inactive_split", "inactive_split_bytes")
+
+
+def torch_memory_stats(device: int) -> dict[str, Any]:
+    """What ``torch._C._cuda_memoryStats`` returns, of our books.
+
+    "allocated" is occupied (live and retained), "reserved" is mapped. We have one pool where
+    torch's allocator has a small and a large one, so those are zero.
+    """
+    found = stats(device)
+    since = found.since(_accumulated.get(device, PoolStats()))
+    occupied = _stat(found.occupied, found.occupied_peak, 0, 0)
+    mapped = _stat(found.mapped, found.mapped_peak, 0, 0)
+    blocks = _stat(found.allocations - found.frees, 0, since.allocations, since.frees)
+    result: dict[str, Any] = {
+        name: _by_pool(mapped if name == "reserved_bytes" else occupied) for name in _SIZES
+    }
+    result.update({name: _by_pool(blocks) for name in _COUNTS})
+    result.update({name: _by_pool(_stat(0, 0, 0, 0)) for name in _UNUSED})
+    result.update(
+        {name: _stat(0, 0, 0, 0) for name in ("oversize_allocations", "oversize_segments")}
+    )
+    result.update(num_alloc_retries=0, num_ooms=since.out_of_memory, max_split_size=-1)
+    result.update(num_sync_all_streams=since.host_waits, num_device_alloc=since.grows)
+    result.update(num_device_free=0)
+    return result
+
+
+def reset_accumulated_stats(device: int) -> None:
+    """Let torch's "allocated" and "freed" counters of ``device`` start again from zero."""
+    _accumulated[device] = read(device)
+
+
+def _stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:
+    return {
+        "current": current,
+        "peak": max(current, peak),
+        "allocated": allocated,
+        "freed": freed,
+    }
+
+
+def _by_pool(everything: dict[str, int]) -> dict[str, dict[str, int]]:
+    zero = _stat(0, 0, 0, 0)
+    return {"all": everything, "small_pool": zero, "large_pool": zero}

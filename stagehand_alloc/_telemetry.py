@@ -1,0 +1,245 @@
+"""One JSON line per step: Activation Stagehand v0's fields, and ours beside them.
+
+A step is one outermost ``with``. Backward runs after it, so the line of step n is written when step
+n + 1 begins, or at `close`, which also runs at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from stagehand_alloc import _stats
+from stagehand_alloc._config import MIB
+from stagehand_alloc._errors import TelemetryError
+from stagehand_alloc._stats import PoolStats
+
+V0_FIELDS = (
+    *("step", "activations_saved", "activations_kept", "activations_spilled"),
+    *("activations_restored", "spill_bytes", "restore_bytes", "stall_time_ms", "stall_count"),
+    *("pool_hits", "pool_misses", "vram_peak_mb"),
+)
+
+PassedThrough = Callable[[], dict[str, int]]
+
+
+class Writer:
+    """Appends the lines of one device to one file. A failed write warns once and ends it."""
+
+    def __init__(self, path: Path, device: int) -> None:
+        self._path = path
+        self._device = device
+        self._step = 0
+        self._start: tuple[PoolStats, PassedThrough, dict[str, int], float] | None = None
+        self._pid = os.getpid()
+        try:
+            self._file: TextIO | None = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise TelemetryError(
+                f"The telemetry file {path} cannot be written: {error.strerror}.",
+                "Give a path in a folder that exists and can be written.",
+            ) from error
+
+    def begin_step(self, passed_through: PassedThrough) -> None:
+        """Write the line of the step before, and start the counts of a new one."""
+        self.end_step()
+        self._step += 1
+        _stats.start_step_peaks(self._device)
+        now = _stats.read(self._device)
+        self._start = (now, passed_through, passed_through(), time.perf_counter())
+
+    def end_step(self) -> None:
+        """Write the line of the step that is open, if one is."""
+        if self._start is None or self._file is None or self._pid != os.getpid():
+            return
+        start, passed_through, passed_before, began = self._start
+        self._start = None
+        found = _stats.read(self._device).since(start)
+        passed = {
+            reason: count - passed_before.get(reason, 0)
+            for reason, count in passed_through().items()
+            if count != passed_before.get(reason, 0)
+        }
+        line = step_fields(self._step, found, passed)
+        line["wall_time_ms"] = round((time.perf_counter() - began) * 1e3, 3)
+        self._write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Write what is open and close the file."""
+        self.end_step()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, text: str) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # closing tries to write once more
+                self._file.close()
+            self._file = None
+            warnings.warn(
+                f"Telemetry stopped: {self._path} cannot be written ({error.strerror}). "
+                "Training goes on.",
+                stacklevel=4,
+            )
+
+
+def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> dict[str, Any]:
+    """The fields of one line. ``found`` holds the step's own counters and peaks; sizes in bytes.
+
+    An activation that was evicted twice counts twice as spilled; kept is the rest of the saved.
+    """
+    spilled = found.clean_evictions + found.dirty_evictions
+    return {
+        "step": step,
+        "activations_saved": found.activations_saved,
+        "activations_kept": max(0, found.activations_saved - spilled),
+        "activations_spilled": spilled,
+        "activations_restored": found.restores,
+        "spill_bytes": found.evicted_bytes,
+        "restore_bytes": found.restored_bytes,
+        "stall_time_ms": round(found.stall_ns / 1e6, 3),
+        "stall_count": found.stall_count,
+        "pool_hits": found.pool_hits,
+        "pool_misses": found.pool_misses,
+        "vram_peak_mb": round(found.mapped_peak / MIB, 3),
+        "device": found.device,
+        "high": found.high,
+        "low": found.low,
+        "mapped_peak": found.mapped_peak,
+        "occupied_peak": found.occupied_peak,
+        "retained_peak": found.retained_peak,
+        "freed_bytes": found.freed_bytes,
+        "overshoot_bytes": found.overshoot_bytes,
+        "host_waits": found.host_waits,
+        "clean_evictions": found.clean_evictions,
+        "dirty_evictions": found.dirty_evictions,
+        "prefetches": found.prefetches,
+        "prefetch_hits": found.prefetch_hits,
+        "prefetch_lates": found.prefetch_lates,
+        "alias_hits": found.alias_hits,
+        "pageable_bytes": found.pageable_bytes,
+        "passed_through": passed_through,
+        "plan": "reactive",
+    }
+
+
+_lock = threading.Lock()
+_writers: dict[tuple[Path, int], Writer] = {}
+
+
+def begin_step(path: str | Path, device: int, passed_through: PassedThrough) -> None:
+    """Begin a step on ``device``, reported to ``path``. Raises TelemetryError at the first one."""
+    key = (Path(path).absolute(), device)
+    with _lock:
+        writer = _writers.get(key)
+        if writer is None:
+            writer = _writers[key] = Writer(*key)
+        writer.begin_step(passed_through)
+
+
+def close() -> None:
+    """Write the lines of the steps that are open, and close every file."""
+    with _lock:
+        for writer in _writers.values():
+            writer.close()
+        _writers.clear()
+
+
+atexit.register(close)
+
+
+# ---- reading it back -----------------------------------------------------------------------------
+
+
+def read_steps(path: str | Path) -> list[dict[str, Any]]:
+    """The steps of the last run in a file; a run begins at step 1. Raises TelemetryError."""
+    steps: list[dict[str, Any]] = []
+    for line in _lines(Path(path)):
+        if line["step"] == 1:
+            steps.clear()
+        steps.append(line)
+    return steps
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TelemetryError(
+            f"The telemetry file {path} cannot be read: {error}.",
+            "Give the file that pool(telemetry=...) wrote.",
+        ) from error
+    rows = text.splitlines()
+    for number, row in enumerate(rows, 1):
+        try:
+            line = json.loads(row)
+            valid = isinstance(line, dict) and all(name in line for name in V0_FIELDS)
+        except ValueError:
+            valid = False
+        if valid:
+            yield line
+        elif number < len(rows):  # a last line may be cut off, where a process was killed
+            raise TelemetryError(
+                f"{path}, line {number}, is not a step of telemetry.",
+                "Give the file that pool(telemetry=...) wrote.",
+            )
+
+
+def report(steps: list[dict[str, Any]], rows: int = 12) -> str:
+    """A short table: the first and last steps, and a line of totals."""
+    columns = (
+        ("step", "step", 1),
+        ("peak MiB", "vram_peak_mb", 1),
+        ("saved", "activations_saved", 1),
+        ("spilled", "activations_spilled", 1),
+        ("spill MiB", "spill_bytes", MIB),
+        ("restored", "activations_restored", 1),
+        ("restore MiB", "restore_bytes", MIB),
+        ("stall ms", "stall_time_ms", 1),
+        ("over high MiB", "overshoot_bytes", MIB),
+        ("host waits", "host_waits", 1),
+    )
+    table = [[title for title, _, _ in columns]]
+    table += [[_cell(step, key, unit) for _, key, unit in columns] for step in _ends(steps, rows)]
+    widths = [max(len(row[at]) for row in table) for at in range(len(columns))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]
+    if len(steps) > rows:
+        lines.insert(1 + (rows + 1) // 2, f"... {len(steps) - rows} more steps ...")
+    return "\n".join([*lines, "", _totals(steps)])
+
+
+def _ends(steps: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
+    if len(steps) <= rows:
+        return steps
+    return steps[: (rows + 1) // 2] + steps[len(steps) - rows // 2 :]
+
+
+def _cell(step: dict[str, Any], key: str, unit: int) -> str:
+    value = step.get(key, 0)
+    return f"{value / unit:.1f}" if unit != 1 or isinstance(value, float) else str(value)
+
+
+def _totals(steps: list[dict[str, Any]]) -> str:
+    if not steps:
+        return "no steps"
+    return (
+        f"{len(steps)} steps: peak {max(step['vram_peak_mb'] for step in steps):.1f} MiB, "
+        f"spilled {sum(step['spill_bytes'] for step in steps) / MIB:.1f} MiB, "
+        f"restored {sum(step['restore_bytes'] for step in steps) / MIB:.1f} MiB, "
+        f"stalled {sum(step['stall_time_ms'] for step in steps):.1f} ms"
+    )

@@ -1,0 +1,61 @@
+"""Fixtures of the tests that need no GPU. Importing this loads neither torch nor a driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from stagehand_alloc.testing import SimulatedGpu
+
+ROOT = Path(__file__).parents[1]
+DEVICE = 0
+
+
+@pytest.fixture(scope="session")
+def _simulated() -> SimulatedGpu:
+    from stagehand_alloc import testing
+
+    found = testing.simulated_gpu(memory="1GiB", seed=1)
+    found.close()
+    return found
+
+
+@pytest.fixture
+def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
+    """torch's CPU tensors on the simulated GPU for one test, with no ordering mistake in it."""
+    from stagehand_alloc import _native
+
+    _simulated.clear_hazards()
+    with _simulated:
+        yield _simulated
+    assert _simulated.hazards() == []
+    assert _native.check_invariants(DEVICE) == ""
+
+
+@pytest.fixture
+def run_fresh(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python code in an interpreter of its own, and assert that it exits with 0."""
+
+    def run(code: str, *, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path[1:]))}
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == exit_code, done.stdout + done.stderr
+        return done
+
+    return run

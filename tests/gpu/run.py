@@ -1,0 +1,185 @@
+"""Runs the GPU tests, each in a process of its own, and writes the record of the run.
+
+    python tests/gpu/run.py [-k EXPRESSION] [--jobs N] [--out FILE]
+
+A test passes only if its process also ends with exit code 0: a crash at interpreter shutdown is a
+failure. Tests in files named test_alone_* run one at a time, without others on the GPU. The record,
+benchmarks/results/gpu-tests.json, names the sources it was made of (benchmarks/source_hash.py); a
+selection with -k writes none unless told where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
+TIMEOUT_SECONDS = 300
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from source_hash import source_hash  # noqa: E402
+
+ABOUT = """
+import json, platform, torch
+print(json.dumps({"device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                  "torch": torch.__version__, "python": platform.python_version()}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    test: str
+    outcome: str  # "passed", "failed" or "skipped"
+    seconds: float
+    output: str
+
+
+def environment() -> dict[str, str]:
+    """Ours, so that the tests find the package built in place and deterministic cuBLAS."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+def pytest(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
+
+
+def collect(expression: str | None) -> list[str]:
+    """The node ids of all tests, or those that `expression` selects."""
+    selection = ["-k", expression] if expression else []
+    done = subprocess.run(
+        pytest("--collect-only", *selection, str(HERE)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"collecting the tests failed:\n{done.stdout}{done.stderr}")
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def run_one(test: str) -> Outcome:
+    """Run one test in its own process group, which is ended when it takes too long."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        process = subprocess.Popen(
+            pytest(f"--junitxml={report}", test),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment(),
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = f"{process.communicate()[0]}\nended after {TIMEOUT_SECONDS} s"
+        outcome = read_outcome(report) if process.returncode == 0 else "failed"
+    if outcome == "failed":
+        output += f"\nexit code {process.returncode}"
+    return Outcome(test, outcome, round(time.perf_counter() - began, 1), output)
+
+
+def read_outcome(report: pathlib.Path) -> str:
+    """What pytest's report says of the one test in it."""
+    try:
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return "failed"
+    if len(cases) != 1 or any(
+        case.find(tag) is not None for case in cases for tag in ("failure", "error")
+    ):
+        return "failed"
+    return "skipped" if cases[0].find("skipped") is not None else "passed"
+
+
+def show(outcome: Outcome) -> None:
+    print(f"{outcome.outcome:<8} {outcome.seconds:6.1f} s  {outcome.test}", flush=True)
+    if outcome.outcome != "passed":
+        print(outcome.output.strip(), flush=True)
+
+
+def run_all(tests: list[str], jobs: int) -> list[Outcome]:
+    alone = [
+        test for test in tests if pathlib.Path(test.split("::")[0]).name.startswith("test_alone_")
+    ]
+    outcomes = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
+        running = [threads.submit(run_one, test) for test in tests if test not in alone]
+        for done in concurrent.futures.as_completed(running):
+            outcomes.append(done.result())
+            show(outcomes[-1])
+    for test in alone:
+        outcomes.append(run_one(test))
+        show(outcomes[-1])
+    return outcomes
+
+
+def about() -> dict[str, Any]:
+    """Device, torch and Python, asked in a process that ends: the runner itself uses no GPU."""
+    done = subprocess.run([sys.executable, "-c", ABOUT], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        smi = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+        found["driver"] = smi.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError):
+        found["driver"] = "unknown"
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("-k", dest="expression", help="pytest's -k: run only these tests")
+    parser.add_argument("--jobs", type=int, default=4, help="tests at once (default: 4)")
+    parser.add_argument("--out", type=pathlib.Path, help="where to write the record")
+    options = parser.parse_args(argv)
+    place = about()
+    if place["device"] is None:
+        print("There is no CUDA device here: nothing was run, no record was written.")
+        return 1
+    sources = source_hash(ROOT)
+    began = time.perf_counter()
+    outcomes = run_all(collect(options.expression), options.jobs)
+    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    for outcome in outcomes:
+        counts[outcome.outcome] += 1
+    seconds = round(time.perf_counter() - began, 1)
+    print(f"{place['device']}: {counts} in {seconds} s")
+    out = options.out or (None if options.expression else RECORD)
+    if out is not None:
+        tests = [
+            {"test": one.test, "outcome": one.outcome, "seconds": one.seconds}
+            for one in sorted(outcomes, key=lambda one: one.test)
+        ]
+        record = {**place, **counts, "sources": sources, "seconds": seconds, "tests": tests}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {out}")
+    return 1 if counts["failed"] or not counts["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

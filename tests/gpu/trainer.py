@@ -1,0 +1,176 @@
+"""Trains one workload in its own process and writes what must be equal between processes.
+
+python trainer.py WORKLOAD OUT.json                plain torch, its native caching allocator
+python trainer.py WORKLOAD OUT.json --share 0.75   through stagehand_alloc, in a budget of 75 %
+                                                   of the activation memory it measures first
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+
+import torch
+from torch import Tensor
+
+from workloads import BY_NAME, Workload, parameter_storages
+
+STEPS = 3
+SEED = 6
+
+
+def deterministic() -> None:
+    """Two equal runs are bitwise equal from here on; what cannot be so raises."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def digest(tensor: Tensor) -> str:
+    host = tensor.detach().contiguous().cpu()
+    return hashlib.sha256(host.flatten().view(torch.uint8).numpy()).hexdigest()
+
+
+class Training:
+    """A model and its optimizer, from the seed."""
+
+    def __init__(self, workload: Workload) -> None:
+        torch.manual_seed(SEED)
+        self.workload = workload
+        self.model = workload.build().cuda()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    def step(self, around: AbstractContextManager[Any]) -> Tensor:
+        """Forward in `around`, backward after it. Gradients stay, the weights are not changed."""
+        batch = tuple(tensor.cuda() for tensor in self.workload.batch())
+        self.optimizer.zero_grad(set_to_none=True)
+        with around:
+            loss = self.workload.loss(self.model, batch)
+        loss.backward()
+        return loss.detach()
+
+    def traced_steps(self, around: AbstractContextManager[Any]) -> list[dict[str, str]]:
+        """STEPS whole steps; for each the digests of the loss and of every gradient."""
+        found = []
+        for _ in range(STEPS):
+            loss = self.step(around)
+            named = {"loss": digest(loss)}
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    named[name] = digest(parameter.grad)
+            found.append(named)
+            self.optimizer.step()
+        return found
+
+
+def plain(workload: Workload) -> dict[str, Any]:
+    return {"steps": Training(workload).traced_steps(contextlib.nullcontext())}
+
+
+def budgeted(workload: Workload, share: float) -> dict[str, Any]:
+    import stagehand_alloc
+    from stagehand_alloc import _native
+
+    start, peak = measure(workload)
+    gc.collect()
+    torch.cuda.empty_cache()
+    stagehand_alloc.reset_peak_stats()
+    before = stagehand_alloc.stats()
+    high = start + int(share * (peak - start))
+    low = high - (peak - start) // 20
+    pool = stagehand_alloc.pool(high=high, low=low)
+    training = Training(workload)
+    steps = training.traced_steps(pool)
+    torch.cuda.synchronize()
+    stats = pool.stats()
+    after = stagehand_alloc.stats()
+    return {
+        "steps": steps,
+        "high": high,
+        "activation_bytes": peak - start,
+        "mapped_peak": after.mapped_peak,
+        "overshoot_bytes": after.overshoot_bytes - before.overshoot_bytes,
+        "evicted_bytes": after.evicted_bytes - before.evicted_bytes,
+        "restored_bytes": after.restored_bytes - before.restored_bytes,
+        "left": {"records": after.records, "handles": after.handles, "retained": after.retained},
+        "passed_through": dict(stats.passed_through),
+        "broken": _native.check_invariants(0),
+        **saved_storages(training, pool),
+    }
+
+
+def measure(workload: Workload) -> tuple[int, int]:
+    """Occupied bytes at the start and at the peak of a step without a budget.
+
+    The second step is measured: the first creates the optimizer's state and cuBLAS's workspaces.
+    """
+    import stagehand_alloc
+
+    training = Training(workload)
+    training.step(contextlib.nullcontext())
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+    stagehand_alloc.reset_peak_stats()
+    start = stagehand_alloc.stats().occupied
+    training.step(contextlib.nullcontext())
+    return start, stagehand_alloc.stats().occupied_peak
+
+
+def saved_storages(training: Training, pool: AbstractContextManager[Any]) -> dict[str, int]:
+    """How many storages a forward saves that are no weight's, and how many records it makes."""
+    import stagehand_alloc
+
+    weights = parameter_storages(training.model)
+    held: list[Tensor] = []  # keeps every address from being used again
+
+    def hold(tensor: Tensor) -> Tensor:
+        held.append(tensor.detach())
+        return held[-1]
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor)
+    batch = tuple(tensor.cuda() for tensor in training.workload.batch())
+    loss = training.workload.loss
+    state = torch.cuda.get_rng_state()
+    with hooks:
+        result = loss(training.model, batch)
+    storages = {t.untyped_storage().data_ptr() for t in held if t.is_cuda and t.numel()}
+    counted = {"saved_storages": len(storages - weights), "saved_weights": len(storages & weights)}
+    del result
+    held.clear()
+    torch.cuda.set_rng_state(state)
+    with pool:
+        result = loss(training.model, batch)
+    counted["records"] = stagehand_alloc.stats().records
+    del result
+    return counted
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=BY_NAME)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--share", type=float)
+    options = parser.parse_args(argv)
+    workload = BY_NAME[options.workload]
+    if options.share is not None:
+        import stagehand_alloc
+
+        torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+    deterministic()
+    found = plain(workload) if options.share is None else budgeted(workload, options.share)
+    options.out.write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

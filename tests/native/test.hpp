@@ -1,0 +1,137 @@
+// The native tests' frame: a test is a promise and the code that holds it to account.
+//
+//   TEST("a freed block is reused by the same stream without an event") { CHECK_EQ(events, 0); }
+//
+// A check that fails is printed with its place, and the test goes on. STAGEHAND_TEST_MAIN(), once
+// per program, runs the tests whose promise contains the first argument (all without one) and ends
+// with the line "N passed, N failed".
+#pragma once
+
+#include <cstdio>
+#include <exception>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace stagehand::test {
+
+struct Case {
+  const char* promise;
+  void (*body)();
+};
+
+inline std::vector<Case>& cases() {
+  static std::vector<Case> all;
+  return all;
+}
+
+inline int& failures() {
+  static int count = 0;
+  return count;
+}
+
+struct Register {
+  Register(const char* promise, void (*body)()) { cases().push_back({promise, body}); }
+};
+
+inline void fail(const char* file, int line, const std::string& text) {
+  ++failures();
+  std::fprintf(stderr, "%s:%d: %s\n", file, line, text.c_str());
+}
+
+template <typename Value>
+std::string shown(const Value& value) {
+  std::ostringstream out;
+  if constexpr (std::is_enum_v<Value>) {
+    out << static_cast<long long>(value);
+  } else if constexpr (std::is_same_v<Value, unsigned char>) {
+    out << static_cast<int>(value);
+  } else {
+    out << value;
+  }
+  return out.str();
+}
+
+template <typename Left, typename Right>
+bool equal(const Left& left, const Right& right) {
+  if constexpr (std::is_integral_v<Left> && std::is_integral_v<Right>) {
+    // Literals are signed, sizes are not: compare values, not representations.
+    return static_cast<__int128_t>(left) == static_cast<__int128_t>(right);
+  } else {
+    return left == right;
+  }
+}
+
+template <typename Left, typename Right>
+void check_equal(const char* file, int line, const char* text, const Left& left,
+                 const Right& right) {
+  if (!equal(left, right)) {
+    fail(file, line, std::string(text) + " (" + shown(left) + " and " + shown(right) + ")");
+  }
+}
+
+inline int run_all(const char* filter) {
+  int passed = 0;
+  int failed = 0;
+  for (const Case& test : cases()) {
+    if (filter != nullptr && std::string(test.promise).find(filter) == std::string::npos) {
+      continue;
+    }
+    failures() = 0;
+    try {
+      test.body();
+    } catch (const std::exception& error) {
+      fail(test.promise, 0, std::string("threw: ") + error.what());
+    } catch (...) {
+      fail(test.promise, 0, "threw");
+    }
+    if (failures() > 0) {
+      ++failed;
+      std::fprintf(stderr, "FAILED: %s\n", test.promise);
+    } else {
+      ++passed;
+    }
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 && passed > 0 ? 0 : 1;
+}
+
+}  // namespace stagehand::test
+
+#define STAGEHAND_TEST_JOIN_(a, b) a##b
+#define STAGEHAND_TEST_JOIN(a, b) STAGEHAND_TEST_JOIN_(a, b)
+#define STAGEHAND_TEST_AS(name, promise)                                                          \
+  static void name();                                                                             \
+  static const ::stagehand::test::Register STAGEHAND_TEST_JOIN(name, _registered)(promise, name); \
+  static void name()
+#define TEST(promise) STAGEHAND_TEST_AS(STAGEHAND_TEST_JOIN(stagehand_test_, __LINE__), promise)
+
+#define CHECK(condition)                                                         \
+  do {                                                                           \
+    if (!(condition)) {                                                          \
+      ::stagehand::test::fail(__FILE__, __LINE__, "does not hold: " #condition); \
+    }                                                                            \
+  } while (false)
+
+#define CHECK_EQ(left, right)                                                                    \
+  ::stagehand::test::check_equal(__FILE__, __LINE__, "not equal: " #left " and " #right, (left), \
+                                 (right))
+
+#define CHECK_THROWS(expression)                                                   \
+  do {                                                                             \
+    bool stagehand_threw = false;                                                  \
+    try {                                                                          \
+      (void)(expression);                                                          \
+    } catch (...) {                                                                \
+      stagehand_threw = true;                                                      \
+    }                                                                              \
+    if (!stagehand_threw) {                                                        \
+      ::stagehand::test::fail(__FILE__, __LINE__, "does not throw: " #expression); \
+    }                                                                              \
+  } while (false)
+
+#define STAGEHAND_TEST_MAIN()                                        \
+  int main(int argc, char** argv) {                                  \
+    return ::stagehand::test::run_all(argc > 1 ? argv[1] : nullptr); \
+  }

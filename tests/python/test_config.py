@@ -1,0 +1,246 @@
+"""Sizes, budgets and configuration: what is read, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagehand_alloc
+from stagehand_alloc import Config, ConfigError, SizeError, load_config
+from stagehand_alloc._config import format_bytes, parse_size, resolve_budget
+from stagehand_alloc._host import available_host_bytes
+
+GIB = 1 << 30
+TOTAL = 24 * GIB
+V0_FILE = {
+    "learning_rate": 1e-4,
+    "memory": {
+        "strategy": "stagehand",
+        "stagehand": {
+            "pinned_pool_mb": 8192,
+            "activation_stagehand": {
+                "enabled": True,
+                "vram_high_watermark_mb": 16000,
+                "vram_low_watermark_mb": 12000,
+                "pinned_pool_classes_mb": [1, 4, 16, 64, 256],
+                "slabs_per_class": [512, 2, 2, 2, 2],
+                "max_inflight_d2h": 1,
+                "max_inflight_h2d": 1,
+                "debug_checksums": False,
+                "telemetry_enabled": True,
+                "telemetry_file": "activation_telemetry.jsonl",
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1),
+        (12345, 12345),
+        ("20GiB", 20 * GIB),
+        ("20GB", 20 * 10**9),
+        ("512MiB", 512 << 20),
+        ("512 mb", 512 * 10**6),
+        (" 1.5 GiB ", 3 * GIB // 2),
+        ("100B", 100),
+        ("4KiB", 4096),
+        ("1TiB", 1 << 40),
+        (1.0, TOTAL),
+        (0.5, TOTAL // 2),
+    ],
+)
+def test_sizes_are_bytes_or_texts_or_fractions(value: Any, expected: int) -> None:
+    assert parse_size(value, TOTAL) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, None, [1], b"1GiB"),
+        *("", "20", "GiB", "-1GiB", "20 XB", "1e3MB", "twenty GiB", "0GiB", "0.0001B"),
+    ],
+)
+def test_what_is_no_size_is_refused_and_named(value: Any) -> None:
+    with pytest.raises(SizeError) as caught:
+        parse_size(value, TOTAL, "high")
+    assert "high=" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_fraction_of_nothing_known_is_refused() -> None:
+    with pytest.raises(SizeError, match="fraction"):
+        parse_size(0.5, None)
+
+
+def test_default_budget_is_90_and_80_percent_of_the_device() -> None:
+    budget = resolve_budget(None, None, None, TOTAL)
+    assert budget.high == int(0.9 * TOTAL)
+    assert abs(budget.low - int(0.8 * TOTAL)) <= 1
+    assert budget.limit == TOTAL
+
+
+def test_low_follows_high_where_only_high_is_given() -> None:
+    assert resolve_budget("9GiB", None, None, TOTAL).low == 8 * GIB
+    assert resolve_budget(1.0, None, None, TOTAL).low == int(0.8 * TOTAL)
+    assert resolve_budget(1, None, None, TOTAL).low == 1
+
+
+def test_high_follows_limit_where_only_limit_is_given() -> None:
+    budget = resolve_budget(None, None, "10GiB", TOTAL)
+    assert (budget.high, budget.low, budget.limit) == (9 * GIB, 8 * GIB, 10 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        (("8GiB", "9GiB", None), ("low", "high")),
+        (("25GiB", None, None), ("high", "device")),
+        ((None, None, "25GiB"), ("limit", "device")),
+        (("10GiB", None, "9GiB"), ("high", "limit")),
+        ((None, "23GiB", None), ("low", "high")),
+    ],
+)
+def test_contradictions_name_both_sides_with_numbers(sizes: Any, names: tuple[str, str]) -> None:
+    with pytest.raises(SizeError) as caught:
+        resolve_budget(*sizes, TOTAL)
+    message = str(caught.value)
+    assert all(name in message for name in names)
+    assert "GiB" in message
+
+
+def test_defaults_are_those_of_v0() -> None:
+    config = Config()
+    assert config.enabled
+    assert config.pinned_classes() == (
+        [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20],
+        [512, 2, 2, 2, 2],
+    )
+    assert (config.high, config.low) == (None, None)
+
+
+def test_a_v0_file_is_read_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(V0_FILE))
+    config = load_config(path)
+    assert config == load_config(str(path)) == load_config(V0_FILE)
+    assert config.high == 16000 << 20
+    assert config.low == 12000 << 20
+    assert config.slabs_per_class == (512, 2, 2, 2, 2)
+    assert config.telemetry_enabled
+    assert config.without_effect() == []
+
+
+def test_keys_may_stand_at_the_top() -> None:
+    assert load_config({"slabs_per_class": 3}).pinned_classes()[1] == [3] * 5
+    assert load_config({}) == Config()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_toml_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('lr = 1.0\n[activation_stagehand]\nhost_limit = "4GiB"\n')
+    assert load_config(path).host_limit_bytes() == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"vram_hi_watermark_mb": 1}, "vram_high_watermark_mb"),
+        ({"slabs": 1}, "slabs_per_class"),
+        ({"activation_stagehand": {"telemetry": True}}, "telemetry_file"),
+        ({"activation_stagehand": 3}, "activation_stagehand"),
+        ({"slabs_per_class": [1, 2]}, "2 counts for 5"),
+        ({"slabs_per_class": -1}, "negative"),
+        ({"slabs_per_class": [1, 1, 1, 1, -1]}, "negative"),
+        ({"slabs_per_class": "many"}, "slabs_per_class"),
+        ({"pinned_pool_classes_mb": []}, "pinned_pool_classes_mb"),
+        ({"pinned_pool_classes_mb": [4, 1], "slabs_per_class": 1}, "rising"),
+        ({"pinned_pool_classes_mb": [-1, 1], "slabs_per_class": 1}, "positive"),
+        ({"pinned_pool_classes_mb": 4}, "pinned_pool_classes_mb"),
+        ({"vram_high_watermark_mb": -5}, "vram_high_watermark_mb"),
+        ({"vram_high_watermark_mb": "16000"}, "vram_high_watermark_mb"),
+        ({"vram_high_watermark_mb": 1, "vram_low_watermark_mb": 2}, "vram_low_watermark_mb"),
+        ({"max_inflight_d2h": 0}, "max_inflight_d2h"),
+        ({"max_inflight_h2d": True}, "max_inflight_h2d"),
+        ({"recompute_threshold_bytes": -1}, "recompute_threshold_bytes"),
+        ({"enabled": 1}, "enabled"),
+        ({"telemetry_file": ""}, "telemetry_file"),
+        ({"host_limit": "plenty"}, "host_limit"),
+        ({"host_limit": -1}, "host_limit"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_to_do(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{not json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        load_config(tmp_path / "absent.json")
+
+
+def test_settings_without_effect_are_warned_of_once() -> None:
+    config = Config(debug_checksums=True, max_inflight_d2h=3)
+    with pytest.warns(UserWarning, match=r"max_inflight_d2h, debug_checksums"):
+        stagehand_alloc.pool(config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stagehand_alloc.pool(config=config)
+
+
+def test_the_host_limit_defaults_to_half_of_what_is_available() -> None:
+    available = available_host_bytes()
+    assert abs(Config().host_limit_bytes() - available // 2) < available // 4
+    assert Config(host_limit=0.25).host_limit_bytes() < available // 2
+
+
+def test_available_host_memory_respects_control_groups(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 4194304 kB\n")
+    cgroup.write_text("0::/job/step\n")
+    assert available_host_bytes(meminfo, cgroup, tmp_path) == 4 * GIB
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    (tmp_path / "job" / "step" / "memory.max").write_text("max\n")
+    (tmp_path / "job" / "memory.max").write_text(f"{2 * GIB}\n")
+    (tmp_path / "job" / "memory.current").write_text(f"{GIB}\n")
+    assert available_host_bytes(meminfo, cgroup, tmp_path) == GIB
+    (tmp_path / "job" / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 2}\n")
+    assert available_host_bytes(meminfo, cgroup, tmp_path) == 3 * GIB // 2
+
+
+def test_version_1_control_groups_count_too(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text("MemAvailable: 4194304 kB\n")
+    cgroup.write_text("5:cpu,memory:/job\n2:devices:/\n")
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text(str(GIB))
+    assert available_host_bytes(meminfo, cgroup, tmp_path) == GIB
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (20 * GIB, "20.00 GiB"),
+        (1 << 42, "4.00 TiB"),
+    ],
+)
+def test_bytes_are_written_for_people(count: int, text: str) -> None:
+    assert format_bytes(count) == text

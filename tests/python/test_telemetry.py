@@ -1,0 +1,192 @@
+"""The per-step file: v0's fields, differences per step, peaks per step, and the report of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagehand_alloc
+from stagehand_alloc import TelemetryError, _telemetry
+from stagehand_alloc.__main__ import main
+from stagehand_alloc._stats import PoolStats
+
+MIB = 1 << 20
+V0_FIELDS = {
+    *("step", "activations_saved", "activations_kept", "activations_spilled"),
+    *("activations_restored", "spill_bytes", "restore_bytes", "stall_time_ms", "stall_count"),
+    *("pool_hits", "pool_misses", "vram_peak_mb"),
+}
+OURS = {
+    *("mapped_peak", "occupied_peak", "retained_peak", "freed_bytes", "overshoot_bytes"),
+    *("host_waits", "clean_evictions", "dirty_evictions", "prefetch_hits", "prefetch_lates"),
+    *("alias_hits", "passed_through", "plan"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    _telemetry.close()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def step(pool: stagehand_alloc.Pool, megabytes: int) -> None:
+    """One training step that saves `megabytes` MiB for backward, in four tensors."""
+    x = torch.ones(megabytes * MIB // 16, requires_grad=True)
+    with pool:
+        y = x
+        for _ in range(4):
+            y = torch.sin(y)
+    y.sum().backward()
+
+
+def fields(step: int = 1, **found: int) -> dict[str, Any]:
+    return _telemetry.step_fields(step, PoolStats(**found), {})
+
+
+def test_a_line_has_v0_s_fields_and_ours() -> None:
+    line = fields()
+    assert set(line) >= V0_FIELDS | OURS
+
+
+def test_fields_are_in_the_units_their_names_say() -> None:
+    found = PoolStats(
+        activations_saved=10,
+        clean_evictions=3,
+        dirty_evictions=4,
+        mapped_peak=5 * MIB,
+        stall_ns=1_500_000,
+        evicted_bytes=77,
+        restored_bytes=66,
+    )
+    line = _telemetry.step_fields(9, found, {"leaf": 2})
+    assert (line["step"], line["vram_peak_mb"], line["stall_time_ms"]) == (9, 5.0, 1.5)
+    assert (line["activations_spilled"], line["activations_kept"]) == (7, 3)
+    assert (line["spill_bytes"], line["restore_bytes"]) == (77, 66)
+    assert line["passed_through"] == {"leaf": 2}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_s_line_is_written_when_the_next_one_begins(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    pool = stagehand_alloc.pool(telemetry=path)
+    step(pool, 1)
+    assert lines_of(path) == []
+    step(pool, 1)
+    assert [line["step"] for line in lines_of(path)] == [1]
+    _telemetry.close()
+    assert [line["step"] for line in lines_of(path)] == [1, 2]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_counters_are_of_the_step_alone(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    pool = stagehand_alloc.pool(telemetry=path)
+    for _ in range(4):
+        step(pool, 1)
+    _telemetry.close()
+    saved = [line["activations_saved"] for line in lines_of(path)]
+    assert saved[0] > 0
+    assert len(set(saved)) == 1
+    assert all(line["plan"] == "reactive" for line in lines_of(path))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_peaks_are_of_the_step_alone_and_stats_keep_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    stagehand_alloc.reset_peak_stats()
+    pool = stagehand_alloc.pool(telemetry=path)
+    for megabytes in (1, 64, 1, 1):
+        step(pool, megabytes)
+    _telemetry.close()
+    peaks = [line["occupied_peak"] for line in lines_of(path)]
+    assert peaks[1] > 60 * MIB > peaks[3]
+    assert stagehand_alloc.stats().occupied_peak == max(peaks)
+    stagehand_alloc.reset_peak_stats()
+    assert stagehand_alloc.stats().occupied_peak < 60 * MIB
+
+
+@pytest.mark.usefixtures("gpu")
+def test_new_pools_on_one_file_go_on_counting(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    for _ in range(3):
+        step(stagehand_alloc.pool(telemetry=path), 1)
+    _telemetry.close()
+    assert [line["step"] for line in lines_of(path)] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_config_names_the_file_and_the_argument_wins(tmp_path: Path) -> None:
+    named, other = tmp_path / "named.jsonl", tmp_path / "other.jsonl"
+    config = {"telemetry_enabled": True, "telemetry_file": str(named)}
+    step(stagehand_alloc.pool(config=config), 1)
+    step(stagehand_alloc.pool(config=config, telemetry=other), 1)
+    step(stagehand_alloc.pool(config=config, telemetry=False), 1)
+    _telemetry.close()
+    assert (len(lines_of(named)), len(lines_of(other))) == (1, 1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_file_that_cannot_be_opened_stops_the_first_step_only(tmp_path: Path) -> None:
+    pool = stagehand_alloc.pool(telemetry=tmp_path / "no" / "such" / "folder.jsonl")
+    with pytest.raises(TelemetryError, match="cannot be written"), pool:
+        pass
+    step(stagehand_alloc.pool(), 1)  # nothing is left half open
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_full_disk_warns_once_and_training_goes_on() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    pool = stagehand_alloc.pool(telemetry=full)
+    step(pool, 1)
+    with pytest.warns(UserWarning, match="Telemetry stopped"):
+        step(pool, 1)
+    step(pool, 1)
+
+
+def write(path: Path, rows: list[dict[str, Any]], tail: str = "") -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return path
+
+
+def test_the_report_is_of_the_last_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [fields(step=n, mapped_peak=900 * MIB) for n in range(1, 4)]
+    last = [fields(step=n, mapped_peak=7 * MIB, evicted_bytes=3 * MIB) for n in range(1, 31)]
+    path = write(tmp_path / "steps.jsonl", [*first, *last])
+    assert main(["report", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "30 steps: peak 7.0 MiB, spilled 90.0 MiB" in printed
+    assert "... 18 more steps ..." in printed
+    assert "900" not in printed
+
+
+def test_a_line_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps.jsonl", [fields(step=1)], tail='{"step": 2, "activa')
+    assert len(_telemetry.read_steps(path)) == 1
+
+
+@pytest.mark.parametrize("text", ['{"step": 1}\n{"step": 2}\n', "hello\nworld\n"])
+def test_another_file_is_refused_by_name_and_line(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text(text)
+    assert main(["report", str(path)]) == 2
+    assert "other.txt, line 1," in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "absent")]) == 2
+
+
+def test_an_empty_file_reports_no_steps(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    assert "no steps" in _telemetry.report(_telemetry.read_steps(path))

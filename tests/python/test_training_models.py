@@ -1,0 +1,129 @@
+"""Whole models on CPU torch over the simulated GPU: the results of plain torch, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import BY_NAME, RECIPES, Recipe
+from training import Trace, evicting_everything, footprint, leaves_nothing, train
+
+import stagehand_alloc
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+_plain: dict[str, Trace] = {}
+
+
+def plain(recipe: Recipe) -> Trace:
+    """The trace without a pool, computed once per model."""
+    if recipe.name not in _plain:
+        _plain[recipe.name] = train(recipe)
+    return _plain[recipe.name]
+
+
+# --- Equality
+
+
+@every_recipe
+def test_plain_training_repeats_bit_by_bit(recipe: Recipe) -> None:
+    """Without this the comparisons below would prove nothing."""
+    assert train(recipe) == plain(recipe)
+
+
+@every_recipe
+def test_every_loss_and_gradient_equals_plain_torch_with_everything_evicted(recipe: Recipe) -> None:
+    expected = plain(recipe)
+    with leaves_nothing(), evicting_everything():
+        actual = train(recipe, stagehand_alloc.pool())
+    assert actual.losses == expected.losses
+    assert actual.gradients == expected.gradients
+    assert actual.state == expected.state
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+@every_recipe
+def test_every_loss_and_gradient_equals_plain_torch_inside_a_budget(
+    recipe: Recipe, share: float
+) -> None:
+    expected = plain(recipe)
+    high = footprint(recipe).budget(share)
+    pool = stagehand_alloc.pool(high=high, low=int(0.9 * high))
+    with leaves_nothing():
+        actual = train(recipe, pool)
+    assert actual == expected
+
+
+# --- The budget
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_mapped_memory_never_goes_over_high(share: float) -> None:
+    recipe = BY_NAME["gpt"]
+    high = footprint(recipe).budget(share)
+    before = stagehand_alloc.stats()
+    train(recipe, stagehand_alloc.pool(high=high, low=int(0.9 * high)))
+    after = stagehand_alloc.stats()
+    assert after.mapped_peak <= high
+    assert after.overshoot_bytes == before.overshoot_bytes
+    assert after.evicted_bytes > before.evicted_bytes
+    assert after.restored_bytes > before.restored_bytes
+
+
+def test_nothing_is_evicted_where_the_model_fits() -> None:
+    before = stagehand_alloc.stats()
+    train(BY_NAME["gpt"], stagehand_alloc.pool())
+    after = stagehand_alloc.stats()
+    assert after.evicted_bytes == before.evicted_bytes
+    assert after.host_waits == before.host_waits
+
+
+def test_the_watermarks_hold_in_a_backward_that_runs_after_the_with() -> None:
+    recipe = BY_NAME["gpt"]
+    high = footprint(recipe).budget(0.5)
+    torch.manual_seed(3)
+    model = recipe.build()
+    with stagehand_alloc.pool(high=high, low=int(0.9 * high)):
+        loss = model(*recipe.batch())
+    restored = stagehand_alloc.stats().restored_bytes
+    loss.backward()
+    assert stagehand_alloc.stats().restored_bytes > restored
+    assert stagehand_alloc.stats().mapped_peak <= high
+
+
+# --- Weights
+
+
+@every_recipe
+def test_weights_are_never_evicted(recipe: Recipe) -> None:
+    """Weights stay where they are: their addresses and bytes last through the whole step."""
+    torch.manual_seed(5)
+    model = recipe.build()
+    batch = recipe.batch()
+    with evicting_everything():
+        with stagehand_alloc.pool():
+            loss = model(*batch)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        loss.backward()
+    assert {p.untyped_storage().data_ptr() for p in model.parameters()} == weights
+
+
+def test_frozen_weights_leave_no_record() -> None:
+    """A frozen layer saves only its weight, transposed: a view of a leaf, never tagged."""
+    frozen = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    x = torch.randn(8, 64, requires_grad=True)
+    with stagehand_alloc.pool():
+        y = frozen(frozen(x))
+        assert stagehand_alloc.stats().records == 0
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_buffers_leave_no_record() -> None:
+    """BatchNorm in eval mode saves its running statistics beside its input."""
+    norm = torch.nn.BatchNorm1d(64).eval().requires_grad_(False)
+    x = torch.randn(32, 64, requires_grad=True)
+    with stagehand_alloc.pool():
+        y = norm(x)
+        assert stagehand_alloc.stats().records == 0
+    y.sum().backward()

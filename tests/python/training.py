@@ -1,0 +1,137 @@
+"""What the end-to-end tests share: training with a trace, digests, and a check of what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from models import Recipe
+from torch import Tensor, nn
+
+import stagehand_alloc
+from stagehand_alloc import _native
+
+Around = AbstractContextManager[Any]
+DEVICE = 0
+
+
+def digest(tensor: Tensor) -> str:
+    """Names a tensor's exact contents: dtype, shape, and sha256 of its bytes in logical order."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    raw = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
+    return f"{host.dtype} {tuple(host.shape)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def gradients(model: nn.Module) -> dict[str, str | None]:
+    """Every parameter's gradient, by name."""
+    return {
+        name: None if parameter.grad is None else digest(parameter.grad)
+        for name, parameter in model.named_parameters()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """All that two equal runs must share, bit by bit: per step, then the state at the end."""
+
+    losses: tuple[str, ...]
+    gradients: tuple[dict[str, str | None], ...]
+    state: dict[str, str]
+
+
+def train(
+    recipe: Recipe,
+    around: Around | None = None,
+    *,
+    steps: int = 3,
+    seed: int = 11,
+    before_step: Callable[[], None] = lambda: None,
+) -> Trace:
+    """Train `recipe` with AdamW, the forward passes inside `around`, and trace every step."""
+    torch.manual_seed(seed)
+    model = recipe.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    losses, traced = [], []
+    for _ in range(steps):
+        batch = recipe.batch()
+        optimizer.zero_grad(set_to_none=True)
+        before_step()
+        with around or contextlib.nullcontext():
+            loss = model(*batch)
+        loss.backward()
+        losses.append(digest(loss))
+        traced.append(gradients(model))
+        optimizer.step()
+    state = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    return Trace(tuple(losses), tuple(traced), state)
+
+
+@contextlib.contextmanager
+def leaves_nothing() -> Iterator[None]:
+    """Assert that the block gives back all memory it took and that the books stay whole."""
+    gc.collect()
+    before = stagehand_alloc.stats()
+    yield
+    gc.collect()
+    after = stagehand_alloc.stats()
+    assert (after.records, after.handles, after.retained) == (0, 0, 0)
+    assert after.live == before.live
+    assert _native.check_invariants(DEVICE) == ""
+
+
+@contextlib.contextmanager
+def evicting_everything() -> Iterator[None]:
+    """Evict and poison every retained block at every allocation, and assert that it happened."""
+    before = stagehand_alloc.stats()
+    _native.set_debug(evict_everything=True, poison=True)
+    try:
+        yield
+    finally:
+        _native.set_debug(evict_everything=False, poison=False)
+    assert stagehand_alloc.stats().evicted_bytes > before.evicted_bytes
+
+
+def same_as_plain_torch(program: Callable[[Around], Any]) -> None:
+    """Run `program` plainly, then in a pool with everything evicted; the results must be equal.
+
+    `program` takes the context manager for its forward pass and returns digests.
+    """
+    expected = program(contextlib.nullcontext())
+    with leaves_nothing(), evicting_everything():
+        actual = program(stagehand_alloc.pool())
+    assert actual == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Occupied bytes of an unbudgeted run: at the start of its last step, and at its peak."""
+
+    start: int
+    peak: int
+
+    def budget(self, share: float) -> int:
+        """The budget that leaves `share` of the activation memory."""
+        return self.start + int(share * (self.peak - self.start))
+
+
+def footprint(recipe: Recipe) -> Footprint:
+    """Measure `recipe` without a budget. Leaves nothing mapped that is not in use."""
+    starts: list[int] = []
+
+    def measure() -> None:
+        starts.append(stagehand_alloc.stats().occupied)
+        stagehand_alloc.reset_peak_stats()
+
+    train(recipe, before_step=measure)
+    peak = stagehand_alloc.stats().occupied_peak
+    gc.collect()
+    _native.empty_cache()
+    stagehand_alloc.reset_peak_stats()
+    return Footprint(starts[-1], peak)
