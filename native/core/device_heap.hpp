@@ -37,12 +37,9 @@ class DeviceHeap {
   // Evicting blocks whose fence is settled become free; old addresses whose use passed, holes.
   void settle(Arena& arena);
 
-  // Step 3: what mapping room for `bytes` would add, and doing it. The new room is free memory.
-  Bytes growth_for(const Arena& arena, Bytes bytes) const;
+  // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
   Status grow(Arena& arena, Bytes bytes, Bytes ceiling);
-  // Step 6: physical bytes of whole free pieces that `gather` could use for this arena.
-  Bytes gatherable(const Arena& arena) const;
-  // Maps free pieces from elsewhere, and new memory under `ceiling` for what they lack, into a hole
+  // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack, into a hole
   // for `bytes`. All or nothing.
   Status gather(Arena& arena, Bytes bytes, Bytes ceiling);
 
@@ -72,6 +69,8 @@ class DeviceHeap {
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
   void unmap_new(Address address, const std::vector<Piece>& pieces, bool release);
   std::vector<Move> free_pieces(const Arena& arena, const Block* spared, Bytes wanted) const;
+  Status map_moved(const Arena& arena, Address address, const std::vector<Move>& moves,
+                   Bytes lacking, std::vector<Piece>* pieces);
   void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
   Block* carve(Arena& arena, Address address, Bytes bytes);
   void retire(Arena& arena, Address address, Bytes bytes, Fence* fence, Seq* idle_from);

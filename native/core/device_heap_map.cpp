@@ -31,11 +31,6 @@ DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes) const {
   return best;
 }
 
-Bytes DeviceHeap::growth_for(const Arena& arena, Bytes bytes) const {
-  const Place place = place_for(arena, bytes);
-  return place.hole != nullptr ? place.missing : kUnlimited;
-}
-
 void DeviceHeap::unmap_new(Address address, const std::vector<Piece>& pieces, bool release) {
   for (const Piece& piece : pieces) {
     table_.mem_unmap(address, piece.size);
@@ -158,14 +153,6 @@ std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(const Arena& arena, const 
   return moves;
 }
 
-Bytes DeviceHeap::gatherable(const Arena& arena) const {
-  Bytes total = 0;
-  for (const Move& move : free_pieces(arena, nullptr, kUnlimited)) {
-    total += move.from->pieces.at(move.address).size;
-  }
-  return total;
-}
-
 // Cuts a stretch out of the middle of an idle block and returns it, in the block's state.
 Block* DeviceHeap::carve(Arena& arena, Address address, Bytes bytes) {
   Block* block = arena.find(address);
@@ -202,6 +189,37 @@ void DeviceHeap::retire(Arena& arena, Address address, Bytes bytes, Fence* fence
   counters_.retiring_bytes += bytes;
 }
 
+// The pieces of `moves` and `lacking` bytes of new memory, mapped side by side from `address` on.
+Status DeviceHeap::map_moved(const Arena& arena, Address address, const std::vector<Move>& moves,
+                             Bytes lacking, std::vector<Piece>* pieces) {
+  Bytes mapped = 0;
+  Status status = Status::ok;
+  for (const Move& move : moves) {
+    const Piece piece = move.from->pieces.at(move.address);
+    if (table_.mem_map(address + mapped, piece.size, 0, piece.handle, 0) != driver::kSuccess) {
+      status = Status::driver_failed;
+      break;
+    }
+    pieces->push_back(piece);
+    mapped += piece.size;
+  }
+  const Bytes moved = mapped;
+  const auto borrowed = static_cast<std::ptrdiff_t>(pieces->size());
+  if (status == Status::ok && lacking > 0) {
+    status = create_and_map(address + moved, lacking, pieces,
+                            arena.key.small ? granularity_ : kPieceBytes);
+  }
+  if (status == Status::ok &&
+      table_.mem_set_access(address, moved + lacking, &access_, 1) != driver::kSuccess) {
+    status = Status::driver_failed;
+  }
+  if (status != Status::ok) {
+    unmap_new(address, {pieces->begin(), pieces->begin() + borrowed}, false);
+    unmap_new(address + moved, {pieces->begin() + borrowed, pieces->end()}, true);
+  }
+  return status;
+}
+
 Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
   const Place place = place_for(arena, bytes);
   if (place.hole == nullptr) {
@@ -209,43 +227,19 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
   }
   const Block* left = place.before > 0 ? place.hole->previous : nullptr;
   const std::vector<Move> moves = free_pieces(arena, left, place.missing);
-  // Driver calls first; the books change only when all of them have succeeded (rule O4).
-  std::vector<Piece> pieces;
   Bytes moved = 0;
-  Status status = Status::ok;
   for (const Move& move : moves) {
-    const Piece piece = move.from->pieces.at(move.address);
-    if (table_.mem_map(place.hole->address + moved, piece.size, 0, piece.handle, 0) !=
-        driver::kSuccess) {
-      status = Status::driver_failed;
-      break;
-    }
-    pieces.push_back(piece);
-    moved += piece.size;
+    moved += move.from->pieces.at(move.address).size;
   }
   const Bytes lacking = place.missing - std::min(moved, place.missing);
   const Bytes total = moved + lacking;  // the last piece may bring more than was missing
-  if (status == Status::ok && total > place.hole->size) {
-    status = Status::out_of_memory;
+  if (total > place.hole->size || (lacking > 0 && !fits_under(counters_.mapped, lacking, ceiling))) {
+    return Status::out_of_memory;
   }
-  const std::size_t borrowed = pieces.size();
-  if (status == Status::ok && lacking > 0) {
-    status = fits_under(counters_.mapped, lacking, ceiling)
-                 ? create_and_map(place.hole->address + moved, lacking, &pieces,
-                                  arena.key.small ? granularity_ : kPieceBytes)
-                 : Status::out_of_memory;
-  }
-  if (status == Status::ok &&
-      table_.mem_set_access(place.hole->address, total, &access_, 1) != driver::kSuccess) {
-    status = Status::driver_failed;
-  }
-  if (status != Status::ok) {
-    const std::vector<Piece> old(pieces.begin(),
-                                 pieces.begin() + static_cast<std::ptrdiff_t>(borrowed));
-    const std::vector<Piece> fresh(pieces.begin() + static_cast<std::ptrdiff_t>(borrowed),
-                                   pieces.end());
-    unmap_new(place.hole->address, old, false);
-    unmap_new(place.hole->address + moved, fresh, true);
+  // Driver calls first; the books change only when all of them have succeeded (rule O4).
+  std::vector<Piece> pieces;
+  if (const Status status = map_moved(arena, place.hole->address, moves, lacking, &pieces);
+      status != Status::ok) {
     return status;
   }
   Fence fence;

@@ -12,6 +12,7 @@ struct Version {
 };
 inline constexpr std::int32_t kCpu = 1;
 inline constexpr std::int32_t kCuda = 2;
+inline constexpr std::uint8_t kComplex = 5;
 
 struct Device {
   std::int32_t type;

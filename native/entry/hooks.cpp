@@ -159,8 +159,11 @@ Handle Hooks::pack(nb::handle tensor) {
   }
   dlpack::Tensor described{};
   if (torch.exchange->tensor_from_object(object, &described) != 0) {
-    PyErr_Clear();  // sparse, quantized, conjugate: DLPack says it cannot carry it
+    PyErr_Clear();  // sparse, quantized: DLPack says it cannot carry it
     return pass(tensor, Reason::layout, leaf);
+  }
+  if (described.dtype.code == dlpack::kComplex && torch.flag_call(object, torch.is_conj)) {
+    return pass(tensor, Reason::layout, leaf);  // the C interface drops the bit without a word
   }
   Address first = 0;
   Address last = 0;

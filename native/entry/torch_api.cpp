@@ -34,6 +34,7 @@ TorchApi* load() {
   api->version = name("_version");
   api->data = name("data");
   api->detach = name("detach");
+  api->is_conj = name("is_conj");
   api->is_neg = name("is_neg");
   return api;
 }

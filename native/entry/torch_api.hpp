@@ -25,6 +25,7 @@ struct TorchApi {
   PyObject* version;
   PyObject* data;
   PyObject* detach;
+  PyObject* is_conj;
   PyObject* is_neg;
 
   bool flag(PyObject* object, PyObject* name) const;        // attribute as a bool

@@ -16,10 +16,13 @@ from models import Recipe
 from torch import Tensor, nn
 
 import stagehand_alloc
-from stagehand_alloc import _native
+from stagehand_alloc import _native, testing
 
 Around = AbstractContextManager[Any]
 DEVICE = 0
+MIB = 1 << 20
+
+torch.set_num_threads(1)  # the models are small: threads would wait for each other, not compute
 
 
 def digest(tensor: Tensor) -> str:
@@ -75,7 +78,7 @@ def train(
 
 @contextlib.contextmanager
 def leaves_nothing() -> Iterator[None]:
-    """Assert that the block gives back all memory it took and that the books stay whole."""
+    """Assert that the block gives back all memory it took, with whole books and no hazard."""
     gc.collect()
     before = stagehand_alloc.stats()
     yield
@@ -84,6 +87,8 @@ def leaves_nothing() -> Iterator[None]:
     assert (after.records, after.handles, after.retained) == (0, 0, 0)
     assert after.live == before.live
     assert _native.check_invariants(DEVICE) == ""
+    assert testing._running is not None
+    assert testing._running.hazards() == []
 
 
 @contextlib.contextmanager
@@ -116,9 +121,10 @@ class Footprint:
     start: int
     peak: int
 
-    def budget(self, share: float) -> int:
-        """The budget that leaves `share` of the activation memory."""
-        return self.start + int(share * (self.peak - self.start))
+    def pool(self, share: float) -> stagehand_alloc.Pool:
+        """A pool whose budget leaves `share` of the activation memory."""
+        high = self.start + int(share * (self.peak - self.start))
+        return stagehand_alloc.pool(high=high, low=int(0.85 * high))
 
 
 def footprint(recipe: Recipe) -> Footprint:

@@ -86,6 +86,40 @@ TEST("two unordered writes through two addresses of one handle are a race") {
   });
 }
 
+TEST("a writer that waits for one of two readers races with the other") {
+  planted(STAGEHAND_SIM_DEVICE_RACE, [](Rig& rig, bool broken) {
+    const auto block = rig.block();
+    const auto compute = rig.stream();
+    const auto first = rig.stream();
+    const auto second = rig.stream();
+    rig.d2h(rig.slab(), block, kBytes, first);
+    rig.d2h(rig.slab(), block, kBytes, second);
+    rig.order(second, compute);
+    if (!broken) {
+      rig.order(first, compute);
+    }
+    stagehand_sim_fill(compute, block, kBytes, 1);
+  });
+}
+
+TEST("an ordered write to the middle of a block hides no race at its ends") {
+  for (const std::size_t offset : {std::size_t{0}, kBytes - 64}) {
+    planted(STAGEHAND_SIM_DEVICE_RACE, [offset](Rig& rig, bool broken) {
+      const auto block = rig.block();
+      const auto one = rig.stream();
+      const auto two = rig.stream();
+      const auto three = rig.stream();
+      stagehand_sim_fill(one, block, kBytes, 1);
+      rig.order(one, two);
+      stagehand_sim_fill(two, block + 4096, 4096, 2);
+      if (!broken) {
+        rig.order(two, three);
+      }
+      rig.d2h(rig.slab(), block + offset, 64, three);
+    });
+  }
+}
+
 TEST("a race is found even where one stream has long run dry") {
   planted(STAGEHAND_SIM_DEVICE_RACE, [](Rig& rig, bool broken) {
     const auto block = rig.block();
@@ -212,6 +246,21 @@ TEST("unmapping under a queued copy is a free in use") {
     }
     CHECK_EQ(rig.driver.mem_unmap(block, kGranule), 0);
   });
+}
+
+TEST("memory taken from queued work is one hazard, not one more for each new user") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Rig rig(seed);
+    const auto handle = rig.physical(kGranule);
+    const auto address = rig.reserve(kGranule);
+    rig.map(address, kGranule, handle);
+    rig.d2h(rig.slab(), address, kBytes, rig.stream());
+    CHECK_EQ(rig.driver.mem_unmap(address, kGranule), 0);
+    CHECK_EQ(rig.driver.mem_release(handle), 0);
+    rig.map(address, kGranule, rig.physical(kGranule));
+    stagehand_sim_fill(rig.stream(), address, kBytes, 1);
+    CHECK_ONE_HAZARD(STAGEHAND_SIM_FREE_IN_USE);
+  }
 }
 
 TEST("unmapping one address while only its alias is in use is fine") {

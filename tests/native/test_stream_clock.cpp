@@ -1,0 +1,189 @@
+// Ticks, fences and device-side waits: core/stream_clock.
+#include "core/stream_clock.hpp"
+
+#include "native/core_rig.hpp"
+
+namespace stagehand::core {
+namespace {
+
+constexpr auto kWait = "cuStreamWaitEvent";
+constexpr auto kRecord = "cuEventRecord";
+
+// Two streams of a fresh simulated GPU and their clocks.
+struct Clocks {
+  explicit Clocks(std::uint64_t seed = 1) : rig({.seed = seed}) {
+    stagehand_sim_progress(0);  // nothing runs unless the test says so
+  }
+  static std::uint64_t calls(const char* symbol) { return stagehand_sim_call_count(symbol); }
+
+  test::CoreRig rig;
+  ClockBank bank{rig.driver};
+  driver::Stream first = rig.stream();
+  driver::Stream second = rig.stream();
+  StreamClock& a = bank.of(first);
+  StreamClock& b = bank.of(second);
+};
+
+TEST("a stream has one clock, found again") {
+  Clocks clocks;
+  CHECK(&clocks.bank.of(clocks.first) == &clocks.a);
+  CHECK(&clocks.bank.of(clocks.second) == &clocks.b);
+  CHECK(clocks.a.index() != clocks.b.index());
+  CHECK_EQ(clocks.bank.size(), 2);
+}
+
+TEST("S7: a stream waits for its own tick without an event and without a wait") {
+  Clocks clocks;
+  CHECK_EQ(clocks.bank.order_after(clocks.a, clocks.a.now()), Status::ok);
+  CHECK_EQ(Clocks::calls(kRecord), 0);
+  CHECK_EQ(Clocks::calls(kWait), 0);
+}
+
+TEST("ordering after a tick not yet recorded records one event and queues one wait") {
+  Clocks clocks;
+  CHECK_EQ(clocks.bank.order_after(clocks.b, clocks.a.now()), Status::ok);
+  CHECK_EQ(Clocks::calls(kRecord), 1);
+  CHECK_EQ(Clocks::calls(kWait), 1);
+}
+
+TEST("a wait that an earlier one covers is not queued again") {
+  Clocks clocks;
+  Tick early;
+  Tick late;
+  clocks.a.record(&early);
+  clocks.a.record(&late);
+  clocks.bank.order_after(clocks.b, late);
+  clocks.bank.order_after(clocks.b, late);
+  clocks.bank.order_after(clocks.b, early);
+  CHECK_EQ(Clocks::calls(kWait), 1);
+  CHECK_EQ(clocks.b.waited(clocks.a.index()), late.seq);
+  clocks.bank.order_after(clocks.b, clocks.a.now());
+  CHECK_EQ(Clocks::calls(kWait), 2);
+}
+
+TEST("a device-side wait orders the work behind it, and the host does not wait") {
+  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+    Clocks clocks(seed);
+    const Address block = clocks.rig.allocate(64_KiB, clocks.first);
+    stagehand_sim_fill(clocks.first, block, 64_KiB, seed);
+    CHECK_EQ(clocks.bank.order_after(clocks.b, clocks.a.now()), Status::ok);
+    stagehand_sim_check(clocks.second, block, 64_KiB, seed);
+    CHECK_EQ(stagehand_sim_host_waits(), 0);
+    clocks.rig.verify();
+  }
+}
+
+TEST("a tick has passed once its work is done, and not before") {
+  Clocks clocks;
+  const Address block = clocks.rig.allocate(64_KiB, clocks.first);
+  stagehand_sim_fill(clocks.first, block, 64_KiB, 1);
+  Tick tick;
+  clocks.a.record(&tick);
+  CHECK(!clocks.a.passed(tick.seq));
+  CHECK(!clocks.a.passed(clocks.a.upcoming()));
+  stagehand_sim_drain();
+  CHECK(clocks.a.passed(tick.seq));
+  CHECK(!clocks.a.passed(clocks.a.upcoming()));  // no event tells of work after the last one
+}
+
+TEST("a passed tick is not asked about again") {
+  Clocks clocks;
+  Tick tick;
+  clocks.a.record(&tick);
+  stagehand_sim_drain();
+  CHECK(clocks.a.passed(tick.seq));
+  const std::uint64_t asked = Clocks::calls("cuEventQuery");
+  CHECK(clocks.a.passed(tick.seq));
+  CHECK_EQ(Clocks::calls("cuEventQuery"), asked);
+}
+
+TEST("a fence is settled when each tick was waited for, passed, or is the stream's own") {
+  Clocks clocks;
+  Tick tick;
+  stagehand_sim_kernel(clocks.first, 1000, nullptr, 0, nullptr, 0, nullptr, nullptr);
+  clocks.a.record(&tick);
+  Fence fence;
+  CHECK(clocks.bank.settled(clocks.b, fence));
+  fence.add(tick);
+  fence.add(clocks.b.now());
+  CHECK(clocks.bank.settled(clocks.a, fence) == false);  // b's tick is recorded nowhere yet
+  CHECK(!clocks.bank.settled(clocks.b, fence));
+  clocks.bank.order_after(clocks.b, fence);
+  CHECK(clocks.bank.settled(clocks.b, fence));
+}
+
+TEST("a fence keeps the latest tick of each clock, and says when it is full") {
+  Fence fence;
+  for (std::uint32_t clock = 0; clock < Fence::kCapacity; ++clock) {
+    CHECK(fence.add({clock, 5}));
+  }
+  CHECK(fence.add({0, 9}));
+  CHECK(fence.add({0, 2}));
+  CHECK_EQ(fence.begin()->seq, 9);
+  CHECK(!fence.add({77, 1}));
+  fence.clear();
+  CHECK(fence.empty());
+  CHECK(fence.add({77, 1}));
+}
+
+TEST("past 512 events an old tick is answered by a later event, never by an earlier one") {
+  for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    Clocks clocks(seed);
+    const Address block = clocks.rig.allocate(64_KiB, clocks.first);
+    stagehand_sim_fill(clocks.first, block, 64_KiB, seed);
+    Tick old;
+    clocks.a.record(&old);
+    Tick newest;
+    for (int i = 0; i < 1500; ++i) {
+      clocks.a.record(&newest);
+    }
+    CHECK(!clocks.a.passed(old.seq));
+    CHECK_EQ(clocks.bank.order_after(clocks.b, old), Status::ok);
+    CHECK(clocks.b.waited(clocks.a.index()) >= old.seq);
+    stagehand_sim_check(clocks.second, block, 64_KiB, seed);
+    clocks.rig.verify();
+    CHECK(clocks.a.passed(old.seq));
+    CHECK(clocks.a.passed(newest.seq));
+  }
+}
+
+TEST("the ring makes 512 events and then records them again") {
+  Clocks clocks;
+  const std::uint64_t before = Clocks::calls("cuEventCreate");
+  Tick tick;
+  for (int i = 0; i < 2000; ++i) {
+    clocks.a.record(&tick);
+  }
+  CHECK_EQ(Clocks::calls("cuEventCreate") - before, 512);
+  CHECK_EQ(tick.seq, 2000);
+}
+
+TEST("O4: an event that cannot be made or recorded is no tick, and the next one is whole") {
+  Clocks clocks;
+  for (const char* symbol : {"cuEventCreate", kRecord}) {
+    const Seq upcoming = clocks.a.upcoming();
+    stagehand_sim_fail(symbol, 1, 1, 999);
+    Tick tick;
+    CHECK_EQ(clocks.a.record(&tick), Status::driver_failed);
+    CHECK_EQ(clocks.a.upcoming(), upcoming);
+    CHECK(!clocks.a.passed(upcoming));
+    CHECK_EQ(clocks.a.record(&tick), Status::ok);
+    CHECK_EQ(tick.seq, upcoming);
+  }
+}
+
+TEST("O4: a wait that the driver refuses is not remembered as queued") {
+  Clocks clocks;
+  Tick tick;
+  clocks.a.record(&tick);
+  stagehand_sim_fail(kWait, 1, 1, 999);
+  CHECK_EQ(clocks.bank.order_after(clocks.b, tick), Status::driver_failed);
+  CHECK_EQ(clocks.b.waited(clocks.a.index()), 0);
+  CHECK_EQ(clocks.bank.order_after(clocks.b, tick), Status::ok);
+  CHECK_EQ(Clocks::calls(kWait), 2);
+}
+
+}  // namespace
+}  // namespace stagehand::core
+
+STAGEHAND_TEST_MAIN()
