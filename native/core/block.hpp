@@ -31,15 +31,15 @@ struct Block {
   Block* next = nullptr;
   Block* bin_previous = nullptr;  // free list or evicting list
   Block* bin_next = nullptr;
-  Record* record = nullptr;    // the saved storage it holds, if any
-  std::uint64_t serial = 0;    // order of allocation; tells what existed before a pool was entered
-  std::uint64_t users = 0;     // clocks (bit = index) beside the arena's own that work on it now
-  Seq idle_from = 0;           // on the arena's clock: all work on the contents was queued before
-  Fence fence;                 // the same on other clocks (lanes and foreign streams)
-  std::uint32_t aliases = 0;   // tensors re-made over it that torch has not dropped
+  Record* record = nullptr;   // the saved storage it holds, if any
+  std::uint64_t serial = 0;   // order of allocation; tells what existed before a pool was entered
+  std::uint64_t users = 0;    // clocks (bit = index) beside the arena's own that work on it now
+  Seq idle_from = 0;          // on the arena's clock: all work on the contents was queued before
+  Fence fence;                // the same on other clocks (lanes and foreign streams)
+  std::uint32_t aliases = 0;  // tensors re-made over it that torch has not dropped
   BlockState state = BlockState::hole;
   bool owned_by_torch = false;
-  bool keep = false;           // the user asked to leave it on the GPU
+  bool keep = false;  // the user asked to leave it on the GPU
 
   Address end() const { return address + size; }
 };

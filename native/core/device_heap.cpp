@@ -54,8 +54,7 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
     return nullptr;
   }
   try {
-    arenas_.push_back(
-        std::make_unique<Arena>(key, clocks_.of(stream), nodes_, base, reserve));
+    arenas_.push_back(std::make_unique<Arena>(key, clocks_.of(stream), nodes_, base, reserve));
   } catch (const std::bad_alloc&) {
     table_.address_free(base, reserve);
     return nullptr;
@@ -97,8 +96,7 @@ Block* DeviceHeap::take(Arena& arena, Bytes bytes) {
 
 Block* DeviceHeap::take_run(Arena& arena, Block* first, Block* last, Bytes bytes) {
   for (Block* b = first;; b = b->next) {
-    if (holds(Rule::S2) &&
-        clocks_.order_after(arena.clock, b->fence) != Status::ok) {
+    if (holds(Rule::S2) && clocks_.order_after(arena.clock, b->fence) != Status::ok) {
       return nullptr;  // nothing has changed but waits queued for nothing
     }
     if (b == last) {

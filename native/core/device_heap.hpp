@@ -38,9 +38,10 @@ class DeviceHeap {
   void settle(Arena& arena);
 
   // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
-  Status grow(Arena& arena, Bytes bytes, Bytes ceiling);
-  // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack, into a hole
-  // for `bytes`. All or nothing.
+  // Rounds up to whole pieces where that stays below `spare_ceiling`.
+  Status grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling);
+  // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack,
+  // into a hole for `bytes`. All or nothing.
   Status gather(Arena& arena, Bytes bytes, Bytes ceiling);
 
   // Releases free pieces of settled blocks until mapped <= target. The caller has made the GPU
@@ -57,20 +58,21 @@ class DeviceHeap {
  private:
   struct Place {
     Block* hole = nullptr;
-    Bytes before = 0;  // free bytes that end where the hole begins
-    Bytes missing = 0; // bytes to map, whole granules
+    Bytes before = 0;   // free bytes that end where the hole begins
+    Bytes missing = 0;  // bytes to map, whole granules
   };
   struct Move {
     Arena* from;
     Address address;
   };
 
-  Place place_for(const Arena& arena, Bytes bytes) const;
+  Bytes piece_for(Bytes bytes) const;
+  Place place_for(const Arena& arena, Bytes bytes, Bytes slack) const;
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
   void unmap_new(Address address, const std::vector<Piece>& pieces, bool release);
   std::vector<Move> free_pieces(const Arena& arena, const Block* spared, Bytes wanted) const;
-  Status map_moved(const Arena& arena, Address address, const std::vector<Move>& moves,
-                   Bytes lacking, std::vector<Piece>* pieces);
+  Status map_moved(Address address, const std::vector<Move>& moves, Bytes lacking,
+                   std::vector<Piece>* pieces);
   void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
   Block* carve(Arena& arena, Address address, Bytes bytes);
   void retire(Arena& arena, Address address, Bytes bytes, Fence* fence, Seq* idle_from);

@@ -7,21 +7,27 @@
 
 namespace stagehand::core {
 
-// The hole that needs the least new memory, counting a free block that ends where it begins.
-DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes) const {
+// Physical memory for a request comes in about 16 pieces: small enough that a freed block of its
+// kind is whole pieces, which can move, and large enough that mapping takes few calls.
+Bytes DeviceHeap::piece_for(Bytes bytes) const {
+  return std::clamp(round_up(bytes / 16, granularity_), granularity_, kLargestPiece);
+}
+
+// The hole that needs the least new memory, counting a free block that ends where it begins, with
+// room for `slack` more than that.
+DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes slack) const {
   Place best;
   for (Block* b = arena.first; b != nullptr; b = b->next) {
     if (b->state != BlockState::hole) {
       continue;
     }
     const Block* left = b->previous;
-    const Bytes before =
-        left != nullptr && left->state == BlockState::free ? left->size : 0;
+    const Bytes before = left != nullptr && left->state == BlockState::free ? left->size : 0;
     if (before >= bytes) {
       continue;
     }
     const Bytes missing = round_up(bytes - before, granularity_);
-    if (missing > b->size) {
+    if (missing + slack > b->size) {
       continue;
     }
     if (best.hole == nullptr || missing < best.missing) {
@@ -82,15 +88,15 @@ void DeviceHeap::add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence&
   }
 }
 
-Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling) {
-  const Place place = place_for(arena, bytes);
+Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling) {
+  const Place place = place_for(arena, bytes, 0);
   if (place.hole == nullptr || !fits_under(counters_.mapped, place.missing, ceiling)) {
     return Status::out_of_memory;
   }
   // Whole pieces where there is room: fewer calls now, and the rest serves the next request.
-  const Bytes piece = arena.key.small ? granularity_ : kPieceBytes;
+  const Bytes piece = piece_for(bytes);
   Bytes growth = round_up(place.missing, piece);
-  if (growth > place.hole->size || !fits_under(counters_.mapped, growth, ceiling)) {
+  if (growth > place.hole->size || !fits_under(counters_.mapped, growth, spare_ceiling)) {
     growth = place.missing;
   }
   std::vector<Piece> pieces;
@@ -117,37 +123,39 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling) {
   return Status::ok;
 }
 
-// Whole pieces inside free and evicting blocks, this arena's first, until they hold `wanted`. Graph
-// arenas keep theirs: a captured graph will use those addresses again.
+// Whole pieces inside free and evicting blocks until they hold `wanted`: those that are all wanted
+// before one that is larger than what is left, this arena's before others'. Graph arenas keep
+// theirs: a captured graph will use those addresses again.
 std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(const Arena& arena, const Block* spared,
                                                       Bytes wanted) const {
   std::vector<Move> moves;
   Bytes found = 0;
-  const auto collect = [&](Arena& from) {
+  const auto collect = [&](Arena& from, bool larger) {
     for (auto piece = from.pieces.begin(); piece != from.pieces.end() && found < wanted;) {
-      const Address address = piece->first;
-      const Bytes size = piece->second.size;
+      const auto [address, held] = *piece;
       const Block* block = from.find(address);
       const bool idle = block->state == BlockState::free || block->state == BlockState::evicting;
       if (!idle || block == spared) {
         piece = from.pieces.lower_bound(std::max(block->end(), address + 1));
         continue;
       }
-      if (block->end() >= address + size) {
+      const bool taken = larger && std::any_of(moves.begin(), moves.end(), [&](const Move& move) {
+                           return move.address == address;
+                         });
+      if (!taken && block->end() >= address + held.size && larger == (held.size > wanted - found)) {
         moves.push_back({&from, address});
-        found += size;
+        found += held.size;
       }
       ++piece;
     }
   };
-  for (const auto& candidate : arenas_) {
-    if (candidate.get() == &arena && candidate->key.graph == 0) {
-      collect(*candidate);
-    }
-  }
-  for (const auto& candidate : arenas_) {
-    if (candidate.get() != &arena && candidate->key.graph == 0) {
-      collect(*candidate);
+  for (const bool larger : {false, true}) {
+    for (const bool own : {true, false}) {
+      for (const auto& from : arenas_) {
+        if ((from.get() == &arena) == own && from->key.graph == 0) {
+          collect(*from, larger);
+        }
+      }
     }
   }
   return moves;
@@ -167,8 +175,7 @@ Block* DeviceHeap::carve(Arena& arena, Address address, Bytes bytes) {
 
 // The piece's old address waits for its last use; its memory already serves elsewhere, behind the
 // ticks added to `fence`.
-void DeviceHeap::retire(Arena& arena, Address address, Bytes bytes, Fence* fence,
-                        Seq* idle_from) {
+void DeviceHeap::retire(Arena& arena, Address address, Bytes bytes, Fence* fence, Seq* idle_from) {
   Block* block = carve(arena, address, bytes);
   SH_CHECK(block->address == address && block->size == bytes);
   Fence ticks = block->fence;
@@ -190,8 +197,8 @@ void DeviceHeap::retire(Arena& arena, Address address, Bytes bytes, Fence* fence
 }
 
 // The pieces of `moves` and `lacking` bytes of new memory, mapped side by side from `address` on.
-Status DeviceHeap::map_moved(const Arena& arena, Address address, const std::vector<Move>& moves,
-                             Bytes lacking, std::vector<Piece>* pieces) {
+Status DeviceHeap::map_moved(Address address, const std::vector<Move>& moves, Bytes lacking,
+                             std::vector<Piece>* pieces) {
   Bytes mapped = 0;
   Status status = Status::ok;
   for (const Move& move : moves) {
@@ -206,8 +213,7 @@ Status DeviceHeap::map_moved(const Arena& arena, Address address, const std::vec
   const Bytes moved = mapped;
   const auto borrowed = static_cast<std::ptrdiff_t>(pieces->size());
   if (status == Status::ok && lacking > 0) {
-    status = create_and_map(address + moved, lacking, pieces,
-                            arena.key.small ? granularity_ : kPieceBytes);
+    status = create_and_map(address + moved, lacking, pieces, piece_for(lacking));
   }
   if (status == Status::ok &&
       table_.mem_set_access(address, moved + lacking, &access_, 1) != driver::kSuccess) {
@@ -221,7 +227,7 @@ Status DeviceHeap::map_moved(const Arena& arena, Address address, const std::vec
 }
 
 Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
-  const Place place = place_for(arena, bytes);
+  const Place place = place_for(arena, bytes, kLargestPiece);  // the last piece may be too large
   if (place.hole == nullptr) {
     return Status::out_of_memory;
   }
@@ -232,21 +238,20 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
     moved += move.from->pieces.at(move.address).size;
   }
   const Bytes lacking = place.missing - std::min(moved, place.missing);
-  const Bytes total = moved + lacking;  // the last piece may bring more than was missing
-  if (total > place.hole->size || (lacking > 0 && !fits_under(counters_.mapped, lacking, ceiling))) {
+  const Bytes total = moved + lacking;
+  if (lacking > 0 && !fits_under(counters_.mapped, lacking, ceiling)) {
     return Status::out_of_memory;
   }
   // Driver calls first; the books change only when all of them have succeeded (rule O4).
   std::vector<Piece> pieces;
-  if (const Status status = map_moved(arena, place.hole->address, moves, lacking, &pieces);
+  if (const Status status = map_moved(place.hole->address, moves, lacking, &pieces);
       status != Status::ok) {
     return status;
   }
   Fence fence;
   Seq idle_from = 0;
   for (const Move& move : moves) {
-    retire(*move.from, move.address, move.from->pieces.at(move.address).size, &fence,
-           &idle_from);
+    retire(*move.from, move.address, move.from->pieces.at(move.address).size, &fence, &idle_from);
   }
   if (idle_from == kUnlimited) {  // more clocks than a fence holds: order the stream now
     idle_from = arena.clock.upcoming();
@@ -301,8 +306,8 @@ Bytes DeviceHeap::trim(Bytes target) {
       continue;
     }
     while (counters_.mapped > target) {
-      const auto piece = std::find_if(
-          arena->pieces.rbegin(), arena->pieces.rend(), [&](const auto& entry) {
+      const auto piece =
+          std::find_if(arena->pieces.rbegin(), arena->pieces.rend(), [&](const auto& entry) {
             const Block* block = arena->find(entry.first);
             return block->state == BlockState::free &&
                    block->end() >= entry.first + entry.second.size &&

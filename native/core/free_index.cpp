@@ -65,8 +65,7 @@ Block* FreeIndex::best_fit(Bytes bytes) const {
     const unsigned step = own.step + 1 + static_cast<unsigned>(std::countr_zero(later));
     return smallest_in({own.octave, step}, bytes);
   }
-  const std::uint64_t above =
-      own.octave + 1 < 64 ? octaves_ >> (own.octave + 1) : 0;
+  const std::uint64_t above = own.octave + 1 < 64 ? octaves_ >> (own.octave + 1) : 0;
   if (above == 0) {
     return nullptr;
   }

@@ -21,8 +21,7 @@ void touch(std::byte* host, Bytes size) {
   if (size < kTouchThreshold) {
     return;
   }
-  const unsigned count =
-      std::clamp(std::thread::hardware_concurrency(), 1u, kTouchThreads);
+  const unsigned count = std::clamp(std::thread::hardware_concurrency(), 1u, kTouchThreads);
   const Bytes share = round_up(size / count, 2_MiB);
   const auto touch_range = [host](Bytes begin, Bytes end) {
     for (Bytes at = begin; at < end; at += 4_KiB) {
@@ -45,8 +44,7 @@ void touch(std::byte* host, Bytes size) {
 }
 
 std::byte* map_host(Bytes size) {
-  void* memory =
-      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
     return nullptr;
   }
@@ -110,7 +108,8 @@ PinnedPool::Chunk PinnedPool::plan_growth(Bytes wanted) const {
   Chunk chunk;
   const std::size_t i = classes_.fit(wanted);
   const Bytes slab = classes_.bytes[i];
-  const Bytes room = host_limit_ > counters_.pinned_bytes ? host_limit_ - counters_.pinned_bytes : 0;
+  const Bytes room =
+      host_limit_ > counters_.pinned_bytes ? host_limit_ - counters_.pinned_bytes : 0;
   const Bytes first = made_[i] < classes_.counts[i] ? (classes_.counts[i] - made_[i]) * slab : 0;
   const Bytes want = std::max(first, std::max(slab, kGrowthBytes / slab * slab));
   chunk.slab_bytes = slab;

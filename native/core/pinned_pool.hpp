@@ -34,8 +34,7 @@ class PinnedPool {
     bool registered = false;
   };
 
-  PinnedPool(const driver::Table& table, Counters& counters)
-      : table_(table), counters_(counters) {}
+  PinnedPool(const driver::Table& table, Counters& counters) : table_(table), counters_(counters) {}
 
   // Before the first slab is taken, or while none is. Slabs of other sizes are released.
   void configure(const SizeClasses& classes, Bytes host_limit);

@@ -186,7 +186,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
     return {Status::stale, 0, nullptr};
   }
   const driver::ContextGuard guard(table_, context_);
-  if (budget_.armed) {
+  if (counters_.evicted > 0) {
     Tick tick;
     clocks_.of(record->stream).record(&tick);  // a fine clock for restores, as in save
   }
@@ -201,7 +201,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   }
   if (block->state == BlockState::retained) {
     block->arena->set_state(block, BlockState::live);
-    counters_.retained -= block->size;
+    counters_.release_retained(block->size);
   }
   ++block->aliases;
   ++counters_.aliases;
@@ -267,8 +267,8 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
   return true;
 }
 
-// What comes next in reverse order of saving, into room that is free below `low`. Never evicts,
-// never grows.
+// What comes next in reverse order of saving, into room that is free below `low`, less what the
+// step turned out to need itself. Never evicts, never grows.
 void Runtime::prefetch(Record& from) {
   if (!budget_.armed || counters_.evicted == 0) {
     return;
@@ -281,7 +281,7 @@ void Runtime::prefetch(Record& from) {
     }
     const Bytes begin = record->begin / kBlockUnit * kBlockUnit;
     const Bytes bytes = DeviceHeap::block_bytes(record->end - begin);
-    if (!fits_under(counters_.occupied, bytes, budget_.low)) {
+    if (!fits_under(counters_.occupied, bytes, budget_.low - prefetch_reserve_)) {
       return;
     }
     Arena* arena = heap_.arena_for(record->stream, bytes, 0);
@@ -301,8 +301,8 @@ void Runtime::prefetch(Record& from) {
     record->block = block;
     block->record = record;
     arena->set_state(block, BlockState::retained);
-    counters_.occupy(block->size);
     counters_.retain(block->size);
+    counters_.occupy(block->size);
     counters_.evicted -= record->bytes();
     ++counters_.prefetches;
     counters_.restored_bytes += record->bytes();
@@ -355,14 +355,12 @@ void Runtime::end_record(Record& record) {
   if (block != nullptr) {
     block->record = nullptr;
     if (block->state == BlockState::retained) {
-      counters_.retained -= block->size;
       counters_.vacate(block->size);
+      counters_.retained -= block->size;
       heap_.give(block);
     }
   }
-  if (ledger_.size() == 0 && !pool_open_) {
-    budget_ = no_budget_;
-  }
+  disarm_if_idle();
 }
 
 void Runtime::release_copy(Record& record) {

@@ -104,6 +104,7 @@ class Runtime {
   void record_users(Block* block);
   void end_record(Record& record);
   void release_copy(Record& record);
+  void disarm_if_idle();
   // runtime_reclaim.cpp
   Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
@@ -136,8 +137,10 @@ class Runtime {
   Mover* mover_ = nullptr;
   StallMeter stalls_;
   Budget budget_;
-  Budget no_budget_;            // what holds when no pool is open and no record lives
+  Bytes process_limit_ = 0;  // torch's memory fraction; pools may only set less
   bool pool_open_ = false;
+  Bytes prefetch_reserve_ =
+      0;  // room below `low` that prefetch leaves; learned, and forgotten slowly
   std::uint64_t serial_ = 0;       // of the last allocation
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   DebugModes debug_;

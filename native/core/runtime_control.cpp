@@ -1,6 +1,6 @@
 // Opening a device, its settings, and what it tells about itself.
 #include <algorithm>
-#include <sstream>
+#include <cstdio>
 
 #include "core/check.hpp"
 #include "core/runtime.hpp"
@@ -41,11 +41,10 @@ Runtime* Runtime::open(const driver::Table& table, int device, std::string* erro
       return fail("cuStreamCreateWithPriority", result);
     }
   }
-  auto* runtime = new Runtime(table, device, context, total_bytes,
-                              std::max<Bytes>(granularity, 2_MiB));
-  runtime->mover_ =
-      new Mover(table, runtime->clocks_, runtime->clocks_.of(lanes[0]),
-                runtime->clocks_.of(lanes[1]));
+  auto* runtime =
+      new Runtime(table, device, context, total_bytes, std::max<Bytes>(granularity, 2_MiB));
+  runtime->mover_ = new Mover(table, runtime->clocks_, runtime->clocks_.of(lanes[0]),
+                              runtime->clocks_.of(lanes[1]));
   return runtime;
 }
 
@@ -59,10 +58,8 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
       heap_(table, device, device_bytes, granularity, clocks_, counters_),
       pinned_(table, counters_),
       stalls_(table, counters_) {
-  no_budget_.limit = device_bytes;
-  no_budget_.high = device_bytes;
-  no_budget_.low = device_bytes;
-  budget_ = no_budget_;
+  process_limit_ = device_bytes;
+  budget_ = {device_bytes, device_bytes, device_bytes, false};
   pinned_.configure(SizeClasses{}, kUnlimited);
 }
 
@@ -70,9 +67,10 @@ void Runtime::set_budget(const Budget& budget) {
   {
     Lock lock(mutex_);
     budget_ = budget;
-    budget_.limit = std::min(budget.limit, no_budget_.limit);
+    budget_.limit = std::min(budget.limit, process_limit_);
     budget_.armed = true;
     pool_open_ = true;
+    prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
     pool_serial_ = serial_;
     if (counters_.mapped <= budget_.high) {
       return;
@@ -84,20 +82,22 @@ void Runtime::set_budget(const Budget& budget) {
 void Runtime::clear_budget() {
   Lock lock(mutex_);
   pool_open_ = false;
-  if (ledger_.size() == 0) {
-    budget_ = no_budget_;
+  disarm_if_idle();
+}
+
+// Disarmed, `high` is still where growth looks for free memory elsewhere first, so that what runs
+// between two pools (the optimizer) does not map more than it must; going over it is no overshoot.
+void Runtime::disarm_if_idle() {
+  if (ledger_.size() == 0 && !pool_open_) {
+    budget_.armed = false;
+    budget_.limit = process_limit_;
   }
 }
 
 void Runtime::set_limit(Bytes limit) {
   Lock lock(mutex_);
-  no_budget_.limit = std::min(limit, device_bytes_);
-  no_budget_.high = no_budget_.low = no_budget_.limit;
-  if (!budget_.armed) {
-    budget_ = no_budget_;
-  } else {
-    budget_.limit = std::min(budget_.limit, no_budget_.limit);
-  }
+  process_limit_ = std::min(limit, device_bytes_);
+  budget_.limit = budget_.armed ? std::min(budget_.limit, process_limit_) : process_limit_;
 }
 
 void Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit) {
@@ -179,7 +179,7 @@ void Runtime::reset_peaks() {
 
 std::string Runtime::report(Bytes bytes) {
   Lock lock(mutex_);
-  Bytes pinned_by_torch = 0;
+  Bytes in_use = 0;
   Bytes aliased = 0;
   Bytes evictable_bytes = 0;
   for (const Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
@@ -187,7 +187,7 @@ std::string Runtime::report(Bytes bytes) {
       continue;
     }
     if (r->block->owned_by_torch) {
-      pinned_by_torch += r->block->size;
+      in_use += r->block->size;
     } else if (r->block->aliases > 0) {
       aliased += r->block->size;
     } else {
@@ -195,18 +195,17 @@ std::string Runtime::report(Bytes bytes) {
     }
   }
   const auto mib = [](Bytes value) { return static_cast<double>(value) / (1 << 20); };
-  std::ostringstream text;
-  text.precision(2);
-  text << std::fixed << "asked for " << mib(bytes) << " MiB on device " << device_
-       << "; mapped " << mib(counters_.mapped) << " MiB, occupied " << mib(counters_.occupied)
-       << " MiB (retained " << mib(counters_.retained) << " MiB), evicted "
-       << mib(counters_.evicted) << " MiB; high " << mib(budget_.high) << " MiB, limit "
-       << mib(budget_.limit) << " MiB. Of the saved activations still on the GPU, "
-       << mib(pinned_by_torch) << " MiB are in use by torch, " << mib(aliased)
-       << " MiB by backward, and " << mib(evictable_bytes)
-       << " MiB could not be moved to the host (pinned " << mib(counters_.pinned_bytes)
-       << " MiB, in use " << mib(counters_.pinned_used_bytes) << " MiB)";
-  return text.str();
+  char text[640];
+  std::snprintf(
+      text, sizeof(text),
+      "asked for %.2f MiB on device %d; mapped %.2f MiB, occupied %.2f MiB (retained %.2f MiB), "
+      "evicted %.2f MiB; high %.2f MiB, limit %.2f MiB. Of the saved activations still on the GPU, "
+      "%.2f MiB are in use by torch, %.2f MiB by backward, and %.2f MiB could not be moved to the "
+      "host (pinned %.2f MiB, in use %.2f MiB)",
+      mib(bytes), device_, mib(counters_.mapped), mib(counters_.occupied), mib(counters_.retained),
+      mib(counters_.evicted), mib(budget_.high), mib(budget_.limit), mib(in_use), mib(aliased),
+      mib(evictable_bytes), mib(counters_.pinned_bytes), mib(counters_.pinned_used_bytes));
+  return text;
 }
 
 std::string Runtime::invariants_broken() {
@@ -232,8 +231,7 @@ std::string Runtime::invariants_broken() {
       return "O1: a record and its block do not name each other";
     }
   }
-  if (records != ledger_.size() || handles != counters_.handles ||
-      records != counters_.records) {
+  if (records != ledger_.size() || handles != counters_.handles || records != counters_.records) {
     return "ledger counts differ from the counters";
   }
   return evicted == counters_.evicted ? "" : "evicted bytes differ from the counters";

@@ -55,7 +55,7 @@ Block* Runtime::room_without_evicting(Arena& arena, Bytes bytes) {
   if (Block* block = heap_.take(arena, bytes); block != nullptr) {
     return block;
   }
-  if (heap_.grow(arena, bytes, ceiling()) == Status::ok) {  // step 3
+  if (heap_.grow(arena, bytes, ceiling(), ceiling()) == Status::ok) {  // step 3
     return heap_.take(arena, bytes);
   }
   if (arena.key.graph != 0) {
@@ -82,8 +82,7 @@ void Runtime::look(const Arena& arena, bool with_victims) {
     if (b->state == BlockState::free || b->state == BlockState::evicting) {
       candidate.kind = Candidate::Kind::idle;
       for (const Tick& tick : b->fence) {
-        if (tick.clock == mover_->d2h().index() &&
-            arena.clock.waited(tick.clock) < tick.seq) {
+        if (tick.clock == mover_->d2h().index() && arena.clock.waited(tick.clock) < tick.seq) {
           candidate.age = tick.seq;
         }
       }
@@ -102,8 +101,8 @@ Block* Runtime::take_idle_window(Arena& arena, Bytes bytes) {
   if (!window.found) {
     return nullptr;
   }
-  return heap_.take_run(arena, candidate_blocks_[window.begin],
-                        candidate_blocks_[window.end - 1], bytes);
+  return heap_.take_run(arena, candidate_blocks_[window.begin], candidate_blocks_[window.end - 1],
+                        bytes);
 }
 
 // Step 4: the victims that make a hole here; else the oldest anywhere, whose pieces can be moved
@@ -167,14 +166,18 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   if (debug_.poison) {
     mover_->poison(block);
   }
+  if (record.prefetched) {
+    // Fetched too early: the step needed the room. Prefetch leaves more from here on.
+    prefetch_reserve_ = std::min(prefetch_reserve_ + block->size, budget_.low);
+  }
   stalls_.forget(record.stall_pair);
   record.stall_pair = StallMeter::kNone;
   record.prefetched = false;
   record.arrived = Tick{};
   record.block = nullptr;
   counters_.freed_bytes += block->size;
-  counters_.retained -= block->size;
   counters_.vacate(block->size);
+  counters_.retained -= block->size;
   counters_.evict(record.bytes());
   heap_.give(block);
   return Evicted::yes;
@@ -217,8 +220,7 @@ void Runtime::evict_all(Lock& lock) {
   for (Record* record = oldest_evictable(true); record != nullptr;
        record = oldest_evictable(true)) {
     const Evicted result = evict(*record, true, &missing);
-    if (result == Evicted::none ||
-        (result == Evicted::needs_slab && !make_slabs(lock, missing))) {
+    if (result == Evicted::none || (result == Evicted::needs_slab && !make_slabs(lock, missing))) {
       return;
     }
   }
@@ -227,7 +229,7 @@ void Runtime::evict_all(Lock& lock) {
 // Step 7.
 Block* Runtime::overshoot(Arena& arena, Bytes bytes, Status* status) {
   const Bytes before = counters_.mapped;
-  Status grown = heap_.grow(arena, bytes, budget_.limit);
+  const Status grown = heap_.grow(arena, bytes, budget_.limit, 0);
   Block* block = nullptr;
   if (grown == Status::ok) {
     block = heap_.take(arena, bytes);
@@ -242,8 +244,12 @@ Block* Runtime::overshoot(Arena& arena, Bytes bytes, Status* status) {
     ++counters_.out_of_memory;
     return nullptr;
   }
-  const Bytes over = counters_.mapped - std::min(counters_.mapped, budget_.high);
-  counters_.overshoot_bytes += std::min(over, counters_.mapped - before);
+  if (budget_.armed) {
+    const Bytes over = counters_.mapped - std::min(counters_.mapped, budget_.high);
+    counters_.overshoot_bytes += std::min(over, counters_.mapped - before);
+    counters_.overshoot_live =
+        std::max(counters_.overshoot_live, counters_.occupied - counters_.retained + bytes);
+  }
   return block;
 }
 

@@ -14,8 +14,7 @@ namespace stagehand::core {
 
 class StallMeter {
  public:
-  StallMeter(const driver::Table& table, Counters& counters)
-      : table_(table), counters_(counters) {}
+  StallMeter(const driver::Table& table, Counters& counters) : table_(table), counters_(counters) {}
 
   static constexpr std::uint32_t kNone = ~0u;
   // Notes the end of a copy queued on `lane`; returns what `asked` needs.

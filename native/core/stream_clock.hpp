@@ -60,7 +60,8 @@ class StreamClock {
   void set_waited(std::uint32_t clock, Seq seq);
 
  private:
-  static constexpr Seq kRing = 512;  // older ticks are answered by the oldest event kept: later, safe
+  static constexpr Seq kRing =
+      512;  // older ticks are answered by the oldest event kept: later, safe
 
   const driver::Table& table_;
   const driver::Stream stream_;

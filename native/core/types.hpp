@@ -15,19 +15,20 @@ inline constexpr Bytes operator""_KiB(unsigned long long n) { return n << 10; }
 inline constexpr Bytes operator""_MiB(unsigned long long n) { return n << 20; }
 inline constexpr Bytes operator""_GiB(unsigned long long n) { return n << 30; }
 
-inline constexpr Bytes kBlockUnit = 512;       // every block starts and ends on this
-inline constexpr Bytes kSmallLimit = 1_MiB;    // up to here a block comes from a small arena
-inline constexpr Bytes kPieceBytes = 32_MiB;   // physical memory of a large arena comes in these
+inline constexpr Bytes kBlockUnit = 512;     // every block starts and ends on this
+inline constexpr Bytes kSmallLimit = 1_MiB;  // up to here a block comes from a small arena
 inline constexpr Bytes kUnlimited = std::numeric_limits<Bytes>::max();
+
+inline constexpr Bytes kLargestPiece = 32_MiB;  // physical memory comes in pieces up to this
 
 constexpr Bytes round_up(Bytes value, Bytes unit) { return (value + unit - 1) / unit * unit; }
 
 // What a call of the core can end with. The core never throws: one place in entry/ raises.
 enum class Status {
   ok,
-  out_of_memory,   // no room under the limit, or the driver refused; nothing changed
-  driver_failed,   // a driver call failed for another reason than memory
-  stale,           // the record named is gone (its generation passed)
+  out_of_memory,  // no room under the limit, or the driver refused; nothing changed
+  driver_failed,  // a driver call failed for another reason than memory
+  stale,          // the record named is gone (its generation passed)
 };
 
 // A record of the ledger. The generation makes an id of a dead record harmless (rule O2).

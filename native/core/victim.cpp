@@ -18,8 +18,8 @@ struct Cost {
 };
 
 // The shortest run from `begin` that holds `bytes`; its end, or `begin` when a wall comes first.
-std::size_t extend(std::span<const Candidate> blocks, std::size_t begin, Bytes bytes,
-                   Cost* cost, std::size_t* victims) {
+std::size_t extend(std::span<const Candidate> blocks, std::size_t begin, Bytes bytes, Cost* cost,
+                   std::size_t* victims) {
   *cost = {};
   *victims = 0;
   for (std::size_t i = begin; i < blocks.size(); ++i) {

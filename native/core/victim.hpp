@@ -11,9 +11,9 @@ namespace stagehand::core {
 // One block of an arena, in address order, as the choice sees it.
 struct Candidate {
   enum class Kind : std::uint8_t {
-    wall,      // cannot be had: live, unmapped, or its record may not be evicted
-    idle,      // free, or evicting: costs no new copy
-    victim,    // retained: costs an eviction
+    wall,    // cannot be had: live, unmapped, or its record may not be evicted
+    idle,    // free, or evicting: costs no new copy
+    victim,  // retained: costs an eviction
   };
   Kind kind = Kind::wall;
   Bytes size = 0;
@@ -31,8 +31,9 @@ struct Window {
 
 // The run of neighbours that makes a hole of `bytes` at the least cost: a run without victims if
 // there is one, else the one whose soonest-needed victim is needed latest; then the one whose last
-// copy out was queued first; then fewer victim bytes. Oldest first with free neighbours counted (Coop, and IBM's LMS, reclaim contiguous runs for
-// the same reason: freed bytes that do not join are unusable).
+// copy out was queued first; then fewer victim bytes. Oldest first with free neighbours counted
+// (Coop, and IBM's LMS, reclaim contiguous runs for the same reason: freed bytes that do not join
+// are unusable).
 Window choose_window(std::span<const Candidate> blocks, Bytes bytes);
 
 }  // namespace stagehand::core

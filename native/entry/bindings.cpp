@@ -115,8 +115,9 @@ NB_MODULE(_native, module) {
   module.def("install_driver", &install_driver, "addresses"_a);
   module.def("entry_points", &entry_point_dict);
   module.def("open_device", [](int device) { opened(device); }, "device"_a);
-  module.def("device_open", [](int device) { return Registry::get().find(device) != nullptr; },
-             "device"_a);
+  module.def(
+      "device_open", [](int device) { return Registry::get().find(device) != nullptr; },
+      "device"_a);
   module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
   module.def("clear_budget", &clear_budget, "device"_a);
   module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a);
@@ -130,8 +131,7 @@ NB_MODULE(_native, module) {
 
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks")
-      .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a,
-           "keep"_a = nb::none())
+      .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a, "keep"_a = nb::none())
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);

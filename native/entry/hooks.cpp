@@ -76,13 +76,8 @@ nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
   alias->managed.version = {1, 0};
   alias->managed.manager_ctx = alias;
   alias->managed.deleter = &drop;
-  alias->managed.tensor = {reinterpret_cast<void*>(unpacked.address),
-                           g.device,
-                           g.ndim,
-                           g.dtype,
-                           dims,
-                           dims + g.ndim,
-                           0};
+  alias->managed.tensor = {
+      reinterpret_cast<void*>(unpacked.address), g.device, g.ndim, g.dtype, dims, dims + g.ndim, 0};
   void* tensor = nullptr;
   if (TorchApi::get().exchange->object_from_managed(&alias->managed, &tensor) != 0) {
     throw nb::python_error();

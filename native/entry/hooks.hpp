@@ -64,8 +64,8 @@ class Handle {
 
 class Hooks {
  public:
-  // `modified(tensor_or_none, dtype, shape, is_cuda, version, expected)` raises autograd's error for
-  // an in-place change.
+  // `modified(tensor_or_none, dtype, shape, is_cuda, version, expected)` raises autograd's error
+  // for an in-place change.
   Hooks(int device, nb::object modified, nb::object keep);
 
   Handle pack(nb::handle tensor);

@@ -71,9 +71,9 @@ class Registry {
   std::atomic<core::Runtime*> runtimes_[kMaxDevices]{};
   std::atomic<bool> forked_{false};
   std::atomic<int> open_graphs_{0};
-  std::vector<Graph> graphs_;        // guarded by mutex_
-  std::uint64_t last_graph_ = 0;     // guarded by mutex_
-  core::SizeClasses classes_;        // guarded by mutex_
+  std::vector<Graph> graphs_;     // guarded by mutex_
+  std::uint64_t last_graph_ = 0;  // guarded by mutex_
+  core::SizeClasses classes_;     // guarded by mutex_
   core::Bytes host_limit_ = core::kUnlimited;
   bool classes_set_ = false;
 };

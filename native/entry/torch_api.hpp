@@ -28,8 +28,8 @@ struct TorchApi {
   PyObject* is_conj;
   PyObject* is_neg;
 
-  bool flag(PyObject* object, PyObject* name) const;        // attribute as a bool
-  bool flag_call(PyObject* object, PyObject* name) const;   // method without arguments as a bool
+  bool flag(PyObject* object, PyObject* name) const;       // attribute as a bool
+  bool flag_call(PyObject* object, PyObject* name) const;  // method without arguments as a bool
   long version_of(PyObject* tensor) const;
   nb::object detached(PyObject* tensor) const;
   // A tensor that shares `tensor`'s version counter and holds no storage: it follows every in-place

@@ -118,8 +118,7 @@ void memory_fraction(double fraction, int device) {
   if (runtime == nullptr) {
     throw std::runtime_error("stagehand_alloc: " + error);
   }
-  runtime->set_limit(
-      static_cast<Bytes>(fraction * static_cast<double>(runtime->device_bytes())));
+  runtime->set_limit(static_cast<Bytes>(fraction * static_cast<double>(runtime->device_bytes())));
 }
 
 void begin_allocate_to_pool(int device, GraphPoolId id, StreamFilter filter) {

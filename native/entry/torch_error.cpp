@@ -53,9 +53,9 @@ ErrorSymbols find_symbols() {
   if (c10 == nullptr) {
     return found;
   }
-#define SH_CONSTRUCTOR(prefix)          \
-  prefix                                \
-      "C1ENS_14SourceLocationE"         \
+#define SH_CONSTRUCTOR(prefix)  \
+  prefix                        \
+      "C1ENS_14SourceLocationE" \
       "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
   found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c1016OutOfMemoryError"));
   found.destroy = symbol<Destructor>(c10, "_ZN3c1016OutOfMemoryErrorD1Ev");

@@ -83,7 +83,7 @@ def test_used_device_memory_never_exceeds_high(share: float, books: None) -> Non
     activation_bytes = stagehand_alloc.stats().occupied_peak - start
     settle()
     high = start + int(share * activation_bytes)
-    pool = stagehand_alloc.pool(high=high, low=high - activation_bytes // 20)
+    pool = stagehand_alloc.pool(high=high, low=high - activation_bytes // 10)
     train(pool, steps=2)  # pins host memory and loads what is still to be loaded
     settle()
     overhead = used_bytes() - stagehand_alloc.stats().mapped

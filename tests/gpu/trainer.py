@@ -22,7 +22,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 
 import torch
 from torch import Tensor
-
 from workloads import BY_NAME, Workload, parameter_storages
 
 STEPS = 3
@@ -87,7 +86,7 @@ def budgeted(workload: Workload, share: float) -> dict[str, Any]:
     stagehand_alloc.reset_peak_stats()
     before = stagehand_alloc.stats()
     high = start + int(share * (peak - start))
-    low = high - (peak - start) // 20
+    low = high - (peak - start) // 10
     pool = stagehand_alloc.pool(high=high, low=low)
     training = Training(workload)
     steps = training.traced_steps(pool)
@@ -99,6 +98,7 @@ def budgeted(workload: Workload, share: float) -> dict[str, Any]:
         "high": high,
         "activation_bytes": peak - start,
         "mapped_peak": after.mapped_peak,
+        "overshoot_live": _native.stats(0)["overshoot_live"],
         "overshoot_bytes": after.overshoot_bytes - before.overshoot_bytes,
         "evicted_bytes": after.evicted_bytes - before.evicted_bytes,
         "restored_bytes": after.restored_bytes - before.restored_bytes,

@@ -76,15 +76,15 @@ TEST("a removed block is not offered again") {
 }
 
 TEST("a search looks at no more than 64 blocks of a bin, and still finds a larger one") {
-  // 65 blocks that are too small stand before the one of the same bin that fits.
+  // 1009 and 1020 share a bin: 65 blocks that are too small stand before the one of the same bin that fits.
   std::vector<Bytes> units{1020};
-  units.insert(units.end(), 65, 1000);
+  units.insert(units.end(), 65, 1009);
   units.push_back(5000);
   Filled filled(units);
-  CHECK(filled.fit(1010) == &filled.blocks.back());
+  CHECK(filled.fit(1012) == &filled.blocks.back());
   filled.index.remove(&filled.blocks[1]);
   filled.index.remove(&filled.blocks[2]);
-  CHECK(filled.fit(1010) == &filled.blocks[0]);
+  CHECK(filled.fit(1012) == &filled.blocks[0]);
 }
 
 TEST("sizes from one unit to the largest there can be find their way") {

@@ -82,7 +82,7 @@ const std::vector<Candidate> kForward{wall(64),      victim(16, 1), victim(16, 2
 
 TEST("recorded snapshot, forward: small requests take the first layers' activations") {
   expect(kForward, 16, 7, 8);
-  expect(kForward, 24, 1, 3);
+  expect(kForward, 24, 2, 4);
   expect(kForward, 32, 1, 3);
   expect(kForward, 40, 1, 4);
 }

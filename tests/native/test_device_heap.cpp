@@ -1,0 +1,455 @@
+// Growing, gathering and giving back: core/device_heap without a runtime.
+#include "core/device_heap.hpp"
+
+#include <cstring>
+#include <vector>
+
+#include "native/core_rig.hpp"
+
+namespace stagehand::core {
+namespace {
+
+// A heap of its own on a fresh simulated GPU. Blocks are owned here as torch would.
+struct Heap {
+  explicit Heap(Bytes memory = 512_MiB)
+      : rig({.memory = memory}),
+        clocks(rig.driver),
+        heap(rig.driver, 0, memory, 2_MiB, clocks, counters),
+        stream(rig.stream()) {
+    stagehand_sim_progress(0);
+  }
+  Arena& arena(driver::Stream on, Bytes bytes = 32_MiB, std::uint64_t graph = 0) {
+    return *heap.arena_for(on, bytes, graph);
+  }
+  Arena& arena() { return arena(stream); }
+  Block* own(Block* block) {
+    if (block != nullptr) {
+      block->owned_by_torch = true;
+      counters.occupy(block->size);
+    }
+    return block;
+  }
+  Block* take(Arena& from, Bytes bytes) { return own(heap.take(from, bytes)); }
+  Block* grown(Arena& from, Bytes bytes, Bytes ceiling = kUnlimited) {
+    Block* block = take(from, bytes);
+    if (block == nullptr) {
+      CHECK_EQ(heap.grow(from, bytes, ceiling, ceiling), Status::ok);
+      block = take(from, bytes);
+    }
+    CHECK(block != nullptr);
+    return block;
+  }
+  void give(Block* block) {
+    block->owned_by_torch = false;
+    block->idle_from = block->arena->clock.upcoming();
+    counters.vacate(block->size);
+    heap.give(block);
+  }
+  void fill(const Block* block, std::uint64_t seed) {
+    CHECK_EQ(stagehand_sim_fill(block->arena->clock.stream(), block->address, block->size, seed),
+             0);
+  }
+  void verify() {
+    CHECK_EQ(std::string(heap.broken() != nullptr ? heap.broken() : ""), "");
+    CHECK_EQ(counters.mapped, stagehand_sim_physical_bytes(0));
+    CHECK_EQ(counters.mapped + counters.retiring_bytes, stagehand_sim_mapped_bytes(0));
+    CHECK_EQ(stagehand_sim_hazards(STAGEHAND_SIM_ALL), 0);
+    CHECK_EQ(stagehand_sim_mismatches(), 0);
+  }
+
+  test::CoreRig rig;
+  ClockBank clocks;
+  Counters counters;
+  DeviceHeap heap;
+  driver::Stream stream;
+};
+
+TEST("blocks are whole units of 512 bytes, and large ones lose at most 1.6 %") {
+  CHECK_EQ(DeviceHeap::block_bytes(1), 512);
+  CHECK_EQ(DeviceHeap::block_bytes(512), 512);
+  CHECK_EQ(DeviceHeap::block_bytes(513), 1024);
+  CHECK_EQ(DeviceHeap::block_bytes(1_MiB), 1_MiB);
+  for (Bytes bytes = 1_MiB + 1; bytes < 100_GiB; bytes += bytes / 7) {
+    const Bytes block = DeviceHeap::block_bytes(bytes);
+    CHECK(block >= bytes);
+    CHECK_EQ(block % kBlockUnit, 0);
+    CHECK(static_cast<double>(block - bytes) <= 0.016 * static_cast<double>(bytes));
+  }
+}
+
+TEST("a stream has one small and one large arena, and a graph has its own") {
+  Heap t;
+  Arena& large = t.arena(t.stream, 2_MiB);
+  CHECK(&t.arena(t.stream, 2_GiB) == &large);
+  CHECK(&t.arena(t.stream, 1_MiB) != &large);
+  CHECK(&t.arena(t.stream, 2_MiB, 9) != &large);
+  CHECK(&t.arena(t.rig.stream(), 2_MiB) != &large);
+}
+
+TEST("growth adds less than one piece more than was asked, in few calls, and the rest is used") {
+  for (const Bytes bytes : {2_MiB, 30_MiB, 100_MiB, 510_MiB}) {
+    Heap t(1_GiB);
+    t.grown(t.arena(), bytes);
+    CHECK(t.counters.mapped >= bytes);
+    CHECK(t.counters.mapped < bytes + kLargestPiece);
+    CHECK(stagehand_sim_call_count("cuMemCreate") <= 17);
+    CHECK_EQ(stagehand_sim_call_count("cuMemSetAccess"), 1);
+    const Bytes rest = t.counters.mapped - bytes;
+    CHECK(rest == 0 || t.take(t.arena(), rest) != nullptr);
+    CHECK_EQ(t.counters.grows, 1);
+    t.verify();
+  }
+}
+
+TEST("a small arena grows by one granule") {
+  Heap t;
+  t.grown(t.arena(t.stream, 512), 512);
+  CHECK_EQ(t.counters.mapped, 2_MiB);
+  t.verify();
+}
+
+TEST("growth under a ceiling is what is missing where a whole piece would cross it") {
+  Heap t;
+  t.grown(t.arena(), 20_MiB, 20_MiB);
+  CHECK_EQ(t.counters.mapped, 20_MiB);
+  CHECK_EQ(t.heap.grow(t.arena(), 6_MiB, 24_MiB, 24_MiB), Status::out_of_memory);
+  CHECK_EQ(t.heap.grow(t.arena(), 4_MiB, 24_MiB, 24_MiB), Status::ok);
+  CHECK_EQ(t.counters.mapped, 24_MiB);
+  t.verify();
+}
+
+TEST("free memory that ends where the hole begins counts toward the request") {
+  Heap t;
+  t.grown(t.arena(), 8_MiB);
+  t.give(t.grown(t.arena(), 24_MiB));
+  const Bytes before = t.counters.mapped;
+  CHECK_EQ(t.heap.grow(t.arena(), 40_MiB, before + 16_MiB), Status::ok);
+  CHECK_EQ(t.counters.mapped, before + 16_MiB);
+  CHECK(t.take(t.arena(), 40_MiB) != nullptr);
+  t.verify();
+}
+
+TEST("a freed block is found by no address but its own, and joins its neighbours") {
+  Heap t;
+  Block* a = t.grown(t.arena(), 8_MiB);
+  Block* b = t.grown(t.arena(), 8_MiB);
+  CHECK(t.heap.find(a->address + 8_MiB - 1) == a);
+  CHECK(t.heap.find(a->address + 8_MiB) == b);
+  CHECK(t.heap.find(12345) == nullptr);
+  t.give(a);
+  t.give(b);
+  CHECK(t.take(t.arena(), 16_MiB) != nullptr);
+  t.verify();
+}
+
+TEST("S7: a block freed by its own stream is free at once, without event or wait") {
+  Heap t;
+  Block* a = t.grown(t.arena(), 8_MiB);
+  t.fill(a, 1);
+  t.give(a);
+  CHECK(t.take(t.arena(), 8_MiB) == a);
+  CHECK_EQ(stagehand_sim_call_count("cuEventRecord"), 0);
+  CHECK_EQ(stagehand_sim_call_count("cuStreamWaitEvent"), 0);
+  CHECK_EQ(stagehand_sim_call_count("cuEventQuery"), 0);
+}
+
+TEST("a block with an open fence is evicting until the fence has passed") {
+  Heap t;
+  Block* a = t.grown(t.arena(), 32_MiB);
+  StreamClock& other = t.clocks.of(t.rig.stream());
+  stagehand_sim_kernel(other.stream(), 1000, nullptr, 0, nullptr, 0, nullptr, nullptr);
+  Tick tick;
+  other.record(&tick);
+  a->fence.add(tick);
+  t.give(a);
+  CHECK(a->state == BlockState::evicting);
+  CHECK(t.take(t.arena(), 8_MiB) == nullptr);
+  t.heap.settle(t.arena());
+  CHECK(a->state == BlockState::evicting);
+  stagehand_sim_drain();
+  t.heap.settle(t.arena());
+  CHECK(t.take(t.arena(), 8_MiB) != nullptr);
+  t.verify();
+}
+
+TEST("gathering moves free pieces of other streams behind their last use, without a host wait") {
+  Heap t;
+  Arena& other = t.arena(t.rig.stream());
+  Block* a = t.grown(other, 32_MiB);
+  t.fill(a, 1);
+  t.give(a);
+  CHECK_EQ(t.heap.gather(t.arena(), 32_MiB, 32_MiB), Status::ok);
+  CHECK_EQ(t.counters.mapped, 32_MiB);
+  CHECK_EQ(t.counters.retiring_bytes, 32_MiB);  // still mapped at its old address
+  Block* run = t.arena().first;
+  CHECK(run->state == BlockState::evicting);
+  run = t.own(t.heap.take_run(t.arena(), run, run, 32_MiB));
+  t.fill(run, 2);
+  CHECK_EQ(stagehand_sim_check(t.stream, run->address, run->size, 2), 0);
+  CHECK_EQ(stagehand_sim_host_waits(), 0);
+  t.verify();
+  CHECK(other.find(a->address) == nullptr);
+}
+
+TEST("an old address is unmapped only once its last use has passed") {
+  Heap t;
+  Arena& other = t.arena(t.rig.stream());
+  Block* a = t.grown(other, 32_MiB);
+  t.fill(a, 1);
+  t.give(a);
+  t.heap.gather(t.arena(), 32_MiB, 32_MiB);
+  Tick tick;
+  other.clock.record(&tick);
+  t.heap.settle(other);
+  CHECK_EQ(t.counters.retiring_bytes, 32_MiB);
+  stagehand_sim_drain();
+  t.heap.settle(other);
+  CHECK_EQ(t.counters.retiring_bytes, 0);
+  CHECK(other.first->state == BlockState::hole);
+  CHECK(other.first->next == nullptr);
+  t.verify();
+}
+
+TEST("gathering adds new memory for what free pieces lack, under the ceiling") {
+  Heap t;
+  Arena& other = t.arena(t.rig.stream());
+  t.give(t.grown(other, 32_MiB));
+  CHECK_EQ(t.heap.gather(t.arena(), 48_MiB, 47_MiB), Status::out_of_memory);
+  t.verify();
+  CHECK_EQ(t.heap.gather(t.arena(), 48_MiB, 48_MiB), Status::ok);
+  CHECK_EQ(t.counters.mapped, 48_MiB);
+  t.verify();
+}
+
+TEST("gathering leaves partly used pieces and graphs alone") {
+  Heap t;
+  Arena& other = t.arena(t.rig.stream(), 512);
+  Block* used = t.grown(other, 512);  // a corner of a granule
+  Arena& graph = t.arena(t.stream, 32_MiB, 5);
+  t.give(t.grown(graph, 32_MiB));
+  CHECK_EQ(t.heap.gather(t.arena(), 2_MiB, 0), Status::out_of_memory);
+  t.give(used);
+  CHECK_EQ(t.heap.gather(t.arena(), 2_MiB, 0), Status::ok);
+  CHECK_EQ(t.counters.retiring_bytes, 2_MiB);
+  CHECK(graph.first->state == BlockState::free);
+  t.verify();
+}
+
+TEST("gathering within one stream joins free pieces that used ones keep apart") {
+  Heap t;
+  Block* blocks[4];
+  for (Block*& block : blocks) {
+    block = t.grown(t.arena(), 32_MiB);
+    t.fill(block, 1);
+  }
+  t.give(blocks[0]);
+  t.give(blocks[2]);
+  CHECK_EQ(t.heap.gather(t.arena(), 64_MiB, 0), Status::ok);
+  Block* joined = t.take(t.arena(), 64_MiB);  // its own stream: nothing to wait for
+  CHECK(joined != nullptr);
+  t.fill(joined, 2);
+  CHECK_EQ(stagehand_sim_call_count("cuStreamWaitEvent"), 0);
+  CHECK_EQ(stagehand_sim_check(t.stream, joined->address, joined->size, 2), 0);
+  t.verify();
+}
+
+TEST("gathering uses a larger hole where free pieces do not fit the tightest one") {
+  Heap t(2_GiB);
+  t.grown(t.arena(), 32_MiB, 32_MiB);
+  Block* odd = t.grown(t.arena(), 20_MiB, 52_MiB);
+  t.grown(t.arena(), 32_MiB, 84_MiB);
+  t.give(odd);
+  Tick tick;
+  t.arena().clock.record(&tick);
+  stagehand_sim_drain();
+  CHECK_EQ(t.heap.trim(64_MiB), 20_MiB);  // used, a hole of 20 MiB, used, the arena's end
+  t.give(t.grown(t.arena(t.rig.stream()), 1_GiB));  // large pieces
+  CHECK_EQ(t.heap.gather(t.arena(), 18_MiB, t.counters.mapped), Status::ok);
+  t.verify();
+}
+
+TEST("trim gives back free pieces until the target, and no block that is used") {
+  Heap t;
+  Block* a = t.grown(t.arena(), 32_MiB);
+  Block* b = t.grown(t.arena(), 32_MiB);
+  Block* c = t.grown(t.arena(), 32_MiB);
+  t.give(a);
+  t.give(c);
+  Tick tick;
+  t.arena().clock.record(&tick);
+  stagehand_sim_drain();
+  CHECK_EQ(t.heap.trim(64_MiB), 32_MiB);
+  t.verify();
+  CHECK_EQ(t.heap.trim(0), 32_MiB);
+  CHECK_EQ(t.counters.mapped, 32_MiB);
+  CHECK(t.heap.find(b->address) == b);
+  t.verify();
+}
+
+TEST("trim does not touch memory whose last use may not have passed") {
+  Heap t;
+  Block* a = t.grown(t.arena(), 32_MiB);
+  t.fill(a, 1);
+  t.give(a);
+  CHECK_EQ(t.heap.trim(0), 0);
+  Tick tick;
+  t.arena().clock.record(&tick);
+  CHECK_EQ(t.heap.trim(0), 0);
+  stagehand_sim_drain();
+  CHECK_EQ(t.heap.trim(0), 32_MiB);
+  t.verify();
+}
+
+TEST("a graph's memory serves others once the graph is gone") {
+  Heap t;
+  Arena& graph = t.arena(t.rig.stream(), 32_MiB, 5);
+  t.give(t.grown(graph, 32_MiB));
+  CHECK_EQ(t.heap.gather(t.arena(), 32_MiB, 0), Status::out_of_memory);
+  t.heap.release_graph(5);
+  CHECK_EQ(t.heap.gather(t.arena(), 32_MiB, 0), Status::ok);
+  t.verify();
+}
+
+TEST("contents survive everything that happens to other blocks") {
+  for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    Heap t;
+    stagehand_sim_progress(0.25);
+    Arena& other = t.arena(t.rig.stream());
+    std::vector<Block*> kept;
+    std::vector<Block*> gone;
+    for (std::uint64_t i = 0; i < 4; ++i) {
+      gone.push_back(t.grown(i % 2 == 0 ? t.arena() : other, 32_MiB));
+      kept.push_back(t.grown(i % 2 == 0 ? other : t.arena(), 8_MiB));
+      t.fill(gone.back(), 100);
+      t.fill(kept.back(), i);
+    }
+    for (Block* block : gone) {
+      t.give(block);
+    }
+    CHECK_EQ(t.heap.gather(t.arena(), 64_MiB, t.counters.mapped), Status::ok);
+    Block* last = t.arena().first;
+    while (last->next->state != BlockState::hole || last->next->next != nullptr) {
+      last = last->next;
+    }
+    Block* run = t.own(t.heap.take_run(t.arena(), last, last, last->size));
+    t.fill(run, 200);
+    for (std::uint64_t i = 0; i < kept.size(); ++i) {
+      stagehand_sim_check(kept[i]->arena->clock.stream(), kept[i]->address, kept[i]->size, i);
+    }
+    stagehand_sim_drain();
+    t.verify();
+  }
+}
+
+// O4 ----------------------------------------------------------------------------------------------
+
+// Runs `act` on a fresh heap that `prepare` has brought into a state, with one driver call of each
+// kind that growing and gathering make failing: the first, the second and the last. Nothing may
+// have changed, and `act` works once the driver does.
+template <typename Prepare, typename Act>
+void fail_each_call(Prepare prepare, Act act) {
+  for (const char* symbol : {"cuMemCreate", "cuMemMap", "cuMemSetAccess"}) {
+    std::uint64_t calls = 0;
+    {
+      Heap t;
+      prepare(t);
+      const std::uint64_t before = stagehand_sim_call_count(symbol);
+      CHECK_EQ(act(t), Status::ok);
+      calls = stagehand_sim_call_count(symbol) - before;
+    }
+    CHECK(calls > 0);
+    for (const std::uint64_t nth : {std::uint64_t{1}, std::uint64_t{2}, calls}) {
+      for (const int result : {int{driver::kOutOfMemory}, 999}) {
+        if (nth > calls) {
+          continue;
+        }
+        Heap t;
+        prepare(t);
+        const Counters before = t.counters;
+        stagehand_sim_fail(symbol, nth, 1000, result);
+        const Status status = act(t);
+        CHECK(status != Status::ok);
+        CHECK(status == Status::out_of_memory || result != driver::kOutOfMemory ||
+              std::string(symbol) != "cuMemCreate");
+        CHECK_EQ(std::memcmp(&before, &t.counters, sizeof before), 0);
+        t.verify();
+        stagehand_sim_fail(symbol, 1, 0, 0);
+        CHECK_EQ(act(t), Status::ok);
+        t.verify();
+      }
+    }
+  }
+}
+
+TEST("O4: a growth that the driver refuses at any call changes nothing, and works after") {
+  fail_each_call([](Heap& t) { t.grown(t.arena(), 32_MiB); },
+                 [](Heap& t) { return t.heap.grow(t.arena(), 90_MiB, kUnlimited); });
+}
+
+TEST("O4: a growth refused as whole pieces is tried with what the request needs") {
+  Heap t(38_MiB);
+  t.grown(t.arena(), 32_MiB);
+  CHECK_EQ(t.heap.grow(t.arena(), 6_MiB, kUnlimited), Status::ok);
+  CHECK_EQ(t.counters.mapped, 38_MiB);
+  t.verify();
+}
+
+TEST("O4: a gathering that the driver refuses at any call changes nothing, and works after") {
+  fail_each_call(
+      [](Heap& t) {
+        Arena& other = t.arena(t.rig.stream());
+        Block* blocks[2] = {t.grown(other, 32_MiB), t.grown(other, 32_MiB)};
+        for (Block* block : blocks) {
+          t.fill(block, 1);
+          t.give(block);
+        }
+      },
+      [](Heap& t) { return t.heap.gather(t.arena(), 100_MiB, kUnlimited); });
+}
+
+TEST("O4: an old address that cannot be unmapped yet is kept and tried again") {
+  Heap t;
+  Arena& other = t.arena(t.rig.stream());
+  t.give(t.grown(other, 32_MiB));
+  t.heap.gather(t.arena(), 32_MiB, 32_MiB);
+  Tick tick;
+  other.clock.record(&tick);
+  stagehand_sim_drain();
+  stagehand_sim_fail("cuMemUnmap", 1, 1, 999);
+  t.heap.settle(other);
+  CHECK(t.counters.retiring_bytes > 0);
+  t.verify();
+  t.heap.settle(other);
+  CHECK_EQ(t.counters.retiring_bytes, 0);
+  t.verify();
+}
+
+TEST("O4: an arena whose addresses cannot be reserved does not exist, until they can be") {
+  Heap t;
+  stagehand_sim_fail("cuMemAddressReserve", 1, 1, driver::kOutOfMemory);
+  CHECK(t.heap.arena_for(t.stream, 2_MiB, 0) == nullptr);
+  CHECK(t.heap.arena_for(t.stream, 2_MiB, 0) != nullptr);
+  t.verify();
+}
+
+TEST("O4: a run that cannot be ordered is not taken, and the books are as before") {
+  Heap t;
+  Block* a = t.grown(t.arena(), 32_MiB);
+  StreamClock& other = t.clocks.of(t.rig.stream());
+  stagehand_sim_kernel(other.stream(), 1000, nullptr, 0, nullptr, 0, nullptr, nullptr);
+  Tick tick;
+  other.record(&tick);
+  a->fence.add(tick);
+  t.give(a);
+  stagehand_sim_fail("cuStreamWaitEvent", 1, 1, 999);
+  CHECK(t.heap.take_run(t.arena(), a, a, 32_MiB) == nullptr);
+  CHECK(a->state == BlockState::evicting);
+  t.verify();
+  CHECK(t.own(t.heap.take_run(t.arena(), a, a, 32_MiB)) != nullptr);
+  t.verify();
+}
+
+}  // namespace
+}  // namespace stagehand::core
+
+STAGEHAND_TEST_MAIN()
