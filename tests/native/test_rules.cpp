@@ -108,8 +108,10 @@ TEST("S3: a copy into a block waits for the block's previous user") {
     const Held held = rig.retain(2_MiB, s);
     const Tensor next = rig.make(2_MiB, s);
     stagehand_sim_drain();  // the copy out is over: only the previous user counts
-    rig.fill({next.address, next.bytes, s, next.seed + 100}, s);
-    rig.check({next.address, next.bytes, s, next.seed + 100}, s);
+    for (std::uint64_t again = next.seed; again < next.seed + 4; ++again) {
+      rig.fill({next.address, next.bytes, s, again}, s);
+      rig.check({next.address, next.bytes, s, again}, s);
+    }
     rig.drop(next);
     rig.back(held, s);
   });

@@ -109,5 +109,5 @@ def test_the_stub_names_what_the_bindings_define() -> None:
     stub = (ROOT / "stagehand_alloc" / "_native.pyi").read_text()
     bindings = "".join(path.read_text() for path in sources("entry"))
     declared = set(re.findall(r"^(?:def|class) (\w+)", stub, re.MULTILINE))
-    defined = set(re.findall(r'(?:\.def|class_<\w+>)\((?:module, )?"(\w+)"', bindings))
+    defined = set(re.findall(r'(?:\.def|class_<\w+>)\(\s*(?:module, )?"(\w+)"', bindings))
     assert declared <= defined
