@@ -9,8 +9,9 @@ gradients set to None before it, ended by a device synchronisation; there is no 
 activation memory = occupied peak without a budget - occupied at the start of a step
 high = occupied at the start + share * activation memory;   low = high - gap (1 GiB)
 
-All configurations take turns in every round (see harness.py), in an order that rotates; a ratio is
-the median over the rounds of the ratio inside a round. Writes benchmarks/results/main-job.json.
+All configurations take turns in every round (see harness.py), in an order that rotates. A turn begins
+with steps that are not timed, since the GPU lowers its clocks in the first half second of load; a
+ratio is the median over the rounds of the ratio inside a round. Writes benchmarks/results/main-job.json.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Job:
     simulated: bool
     warm_steps: int
     rounds: int
+    lead_steps: int  # of every turn, not timed: the GPU's clocks settle under load in about 0.5 s
     steps: int
     gap_bytes: int
     allocations: int
@@ -85,7 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def job_of(options: argparse.Namespace) -> Job:
     if options.smoke:
         shape = {"vocabulary": 512, "context": 128, "width": 128, "heads": 4, "layers": 4}
-        return Job(shape, 4, True, 2, options.rounds or 2, 2, 4 << 20, 200)
+        return Job(shape, 4, True, 2, options.rounds or 2, 1, 2, 4 << 20, 200)
     shape = {
         "vocabulary": options.vocabulary,
         "context": options.sequence,
@@ -93,8 +95,8 @@ def job_of(options: argparse.Namespace) -> Job:
         "heads": 32,
         "layers": options.layers,
     }
-    rounds = options.rounds or (2 if options.quick else 8)
-    return Job(shape, 1, False, 4, rounds, 3, int(options.low_gap * GIB), 5000)
+    rounds = options.rounds or (2 if options.quick else 6)
+    return Job(shape, 1, False, 4, rounds, 3, 4, int(options.low_gap * GIB), 5000)
 
 
 # --- Measuring
@@ -152,9 +154,10 @@ class Run:
             self.measured.stats_before[name] = self._worker(name).ask("stats")
         for at in range(self.job.rounds):
             for name in self._in_turn(at):
-                reply = self._steps(name, self.job.steps)
+                lead = self.job.lead_steps
+                reply = self._steps(name, lead + self.job.steps)
                 for key in SAMPLES:
-                    getattr(self.measured, key).setdefault(name, []).append(reply[key])
+                    getattr(self.measured, key).setdefault(name, []).append(reply[key][lead:])
                 self.measured.stats_after[name] = reply["stats"]
             self._time_allocations(at)
 
@@ -237,11 +240,11 @@ def ratio_to_native(measured: Measured, name: str) -> float:
     return ratio_in_turn(measured.wall_ms[name], measured.wall_ms["native"])
 
 
-def summary(measured: Measured) -> dict[str, dict[str, float]]:
+def summary(measured: Measured, lead_steps: int) -> dict[str, dict[str, float]]:
     """Medians over all timed steps, and what moved per step."""
     found: dict[str, dict[str, float]] = {}
     for name, rounds in measured.wall_ms.items():
-        steps = sum(len(one) for one in rounds)
+        steps = sum(len(one) + lead_steps for one in rounds)
         found[name] = {
             key: round(
                 statistics.median(ms for one in getattr(measured, key)[name] for ms in one), 2
@@ -291,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
         "job": {**dataclasses.asdict(run.job), "parameters": run.place["parameters"]},
         "seconds": round(time.perf_counter() - began, 1),
         "rows": [row.as_dict() for row in rows],
-        "summary": summary(run.measured),
+        "summary": summary(run.measured, run.job.lead_steps),
         "raw": dataclasses.asdict(run.measured),
     }
     for name, values in result["summary"].items():

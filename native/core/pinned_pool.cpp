@@ -11,7 +11,8 @@ namespace stagehand::core {
 
 namespace {
 
-constexpr Bytes kGrowthBytes = 256_MiB;    // one growth pins about this much
+constexpr Bytes kGrowthBytes = 256_MiB;    // one growth pins at least this much,
+constexpr Bytes kGrowthShare = 4;          // and this share of what there is: few growths, and spare
 constexpr Bytes kTouchThreshold = 64_MiB;  // from here several threads fault the pages in
 constexpr unsigned kTouchThreads = 8;
 
@@ -111,7 +112,8 @@ PinnedPool::Chunk PinnedPool::plan_growth(Bytes wanted) const {
   const Bytes room =
       host_limit_ > counters_.pinned_bytes ? host_limit_ - counters_.pinned_bytes : 0;
   const Bytes first = made_[i] < classes_.counts[i] ? (classes_.counts[i] - made_[i]) * slab : 0;
-  const Bytes want = std::max(first, std::max(slab, kGrowthBytes / slab * slab));
+  const Bytes growth = std::max(kGrowthBytes, counters_.pinned_bytes / kGrowthShare);
+  const Bytes want = std::max({first, slab, growth / slab * slab});
   chunk.slab_bytes = slab;
   chunk.size_class = static_cast<std::uint32_t>(i);
   chunk.size = std::min(want, room / slab * slab);

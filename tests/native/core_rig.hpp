@@ -19,9 +19,8 @@ struct Machine {
   int devices = 1;
   Bytes bytes_per_s = 0;                       // of the lanes; 0: the simulator's default
   unsigned flags = STAGEHAND_SIM_NO_POISON;    // for speed
-  // Small, so that no growth is large enough to be faulted in.
-  SizeClasses classes{{64_KiB, 1_MiB, 16_MiB}, {16, 4, 2}};
-  Bytes host_limit = 60_MiB;
+  SizeClasses classes{{1_MiB}, {8}};  // large records take several slabs
+  Bytes host_limit = 63_MiB;          // the first growth takes it all; from 64 MiB on it is slow
 };
 
 // A tensor of torch's: a whole block, filled with pattern(seed) on its stream.
