@@ -42,6 +42,15 @@ struct Block {
   bool keep = false;  // the user asked to leave it on the GPU
 
   Address end() const { return address + size; }
+
+  // Bit i is clock i; the last bit stands for every clock from there on.
+  static constexpr std::uint32_t kLastUserBit = 63;
+  void add_user(std::uint32_t clock) {
+    users |= std::uint64_t{1} << (clock < kLastUserBit ? clock : kLastUserBit);
+  }
+  bool used_by(std::uint32_t clock) const {
+    return (users >> (clock < kLastUserBit ? clock : kLastUserBit) & 1) != 0;
+  }
 };
 
 }  // namespace stagehand::core

@@ -140,8 +140,16 @@ void DeviceHeap::settle(Arena& arena) {
 
 void DeviceHeap::release_graph(std::uint64_t graph) {
   for (const auto& arena : arenas_) {
-    if (arena->key.graph == graph) {
-      arena->key.graph = 0;  // found by address, and by gather; requests go to the stream's own
+    if (arena->key.graph != graph) {
+      continue;
+    }
+    arena->key.graph = 0;  // found by address, and by gather; requests go to the stream's own
+    for (Block* b = arena->evicting_first; b != nullptr;) {
+      Block* next = b->bin_next;
+      b->fence.clear();
+      arena->set_state(b, BlockState::free);
+      arena->coalesce(b);
+      b = next;
     }
   }
 }

@@ -39,7 +39,7 @@ class DeviceHeap {
 
   // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
   // Rounds up to whole pieces where that stays below `spare_ceiling`.
-  Status grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling);
+  Status grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling = kUnlimited);
   // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack,
   // into a hole for `bytes`. All or nothing.
   Status gather(Arena& arena, Bytes bytes, Bytes ceiling);
@@ -48,7 +48,7 @@ class DeviceHeap {
   // pass `clock.upcoming()` of every arena. Returns the bytes released.
   Bytes trim(Bytes target);
 
-  // The graph is gone: its arenas' memory may serve others.
+  // The graph is gone and the GPU idle: its arenas' memory may serve others.
   void release_graph(std::uint64_t graph);
 
   const std::vector<std::unique_ptr<Arena>>& arenas() const { return arenas_; }
@@ -75,7 +75,7 @@ class DeviceHeap {
                    std::vector<Piece>* pieces);
   void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
   Block* carve(Arena& arena, Address address, Bytes bytes);
-  void retire(Arena& arena, Address address, Bytes bytes, Fence* fence, Seq* idle_from);
+  bool retire(Arena& from, Address address, Bytes bytes, Arena& to, Fence* fence);
   void sweep_retiring(Arena& arena);
   Block* cut(Arena& arena, Block* block, Bytes bytes);
 

@@ -96,7 +96,8 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
   // Whole pieces where there is room: fewer calls now, and the rest serves the next request.
   const Bytes piece = piece_for(bytes);
   Bytes growth = round_up(place.missing, piece);
-  if (growth > place.hole->size || !fits_under(counters_.mapped, growth, spare_ceiling)) {
+  if (growth > place.hole->size ||
+      !fits_under(counters_.mapped, growth, std::min(ceiling, spare_ceiling))) {
     growth = place.missing;
   }
   std::vector<Piece> pieces;
@@ -173,27 +174,30 @@ Block* DeviceHeap::carve(Arena& arena, Address address, Bytes bytes) {
   return block;
 }
 
-// The piece's old address waits for its last use; its memory already serves elsewhere, behind the
-// ticks added to `fence`.
-void DeviceHeap::retire(Arena& arena, Address address, Bytes bytes, Fence* fence, Seq* idle_from) {
-  Block* block = carve(arena, address, bytes);
+// The piece's old address waits for its last use; its memory already serves `to`, behind the ticks
+// added to `fence`. False: a tick did not fit, and `to`'s stream waits for it from now on instead.
+bool DeviceHeap::retire(Arena& from, Address address, Bytes bytes, Arena& to, Fence* fence) {
+  Block* block = carve(from, address, bytes);
   SH_CHECK(block->address == address && block->size == bytes);
   Fence ticks = block->fence;
-  if (!ticks.add({arena.clock.index(), block->idle_from})) {
-    clocks_.order_after(arena.clock, block->fence);
+  if (!ticks.add({from.clock.index(), block->idle_from})) {
+    clocks_.order_after(from.clock, block->fence);
     ticks.clear();
-    ticks.add(arena.clock.now());
+    ticks.add(from.clock.now());
   }
+  bool all = true;
   for (const Tick& tick : ticks) {
     if (!fence->add(tick)) {
-      *idle_from = kUnlimited;  // the caller orders its stream at once
+      clocks_.order_after(to.clock, tick);
+      all = false;
     }
   }
   block->fence = ticks;
-  arena.set_state(block, BlockState::retiring);
-  arena.retiring.push_back(block);
-  arena.pieces.erase(address);
+  from.set_state(block, BlockState::retiring);
+  from.retiring.push_back(block);
+  from.pieces.erase(address);
   counters_.retiring_bytes += bytes;
+  return all;
 }
 
 // The pieces of `moves` and `lacking` bytes of new memory, mapped side by side from `address` on.
@@ -249,16 +253,12 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
     return status;
   }
   Fence fence;
-  Seq idle_from = 0;
+  bool all_fenced = true;
   for (const Move& move : moves) {
-    retire(*move.from, move.address, move.from->pieces.at(move.address).size, &fence, &idle_from);
+    const Bytes bytes_moved = move.from->pieces.at(move.address).size;
+    all_fenced &= retire(*move.from, move.address, bytes_moved, arena, &fence);
   }
-  if (idle_from == kUnlimited) {  // more clocks than a fence holds: order the stream now
-    idle_from = arena.clock.upcoming();
-    for (const Move& move : moves) {
-      clocks_.order_after(arena.clock, move.from->clock.now());
-    }
-  }
+  const Seq idle_from = all_fenced ? 0 : arena.clock.upcoming();
   Address address = place.hole->address;
   for (const Piece& piece : pieces) {
     arena.pieces.emplace(address, piece);

@@ -33,7 +33,13 @@ Status each_slab(const Record& record, Copy copy) {
 }  // namespace
 
 Status Mover::fence_block(Block* block, Tick tick) {
-  return block->fence.add(tick) ? Status::ok : clocks_.order_after(block->arena->clock, tick);
+  if (block->fence.add(tick)) {
+    return Status::ok;
+  }
+  StreamClock& own = block->arena->clock;
+  const Status status = clocks_.order_after(own, tick);
+  block->idle_from = own.upcoming();  // who waits for the block's own stream waits for the tick too
+  return status;
 }
 
 // Records the copy's event and leaves its tick on everything the copy names.

@@ -11,8 +11,8 @@ namespace stagehand::core {
 
 namespace {
 
-constexpr Bytes kGrowthBytes = 256_MiB;    // one growth pins at least this much,
-constexpr Bytes kGrowthShare = 4;          // and this share of what there is: few growths, and spare
+constexpr Bytes kGrowthBytes = 256_MiB;  // one growth pins at least this much,
+constexpr Bytes kGrowthShare = 4;        // and this share of what there is: few growths, and spare
 constexpr Bytes kTouchThreshold = 64_MiB;  // from here several threads fault the pages in
 constexpr unsigned kTouchThreads = 8;
 

@@ -10,7 +10,6 @@
 namespace stagehand::core {
 
 namespace {
-constexpr std::uint64_t kClockBits = 64;
 constexpr int kPrefetchReach = 64;  // records looked at beyond the one unpacked
 }  // namespace
 
@@ -92,11 +91,14 @@ void Runtime::owner_left(Block* block) {
 // Foreign streams get an event each where their work on the block ends: few blocks have any.
 void Runtime::record_users(Block* block) {
   const driver::ContextGuard guard(table_, context_);
-  for (std::uint64_t users = block->users; users != 0; users &= users - 1) {
-    StreamClock& clock = clocks_.at(static_cast<std::uint32_t>(std::countr_zero(users)));
+  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
+    StreamClock& clock = clocks_.at(i);
+    if (!block->used_by(i) || &clock == &block->arena->clock) {
+      continue;
+    }
     Tick tick = clock.now();
     if (block->arena->key.graph != 0) {
-      tick.seq = kUnlimited;  // inside a captured graph no event tells: not reused by it
+      tick.seq = kNever;  // inside a captured graph no event tells: not reused while it lives
     } else if (clock.record(&tick) != Status::ok) {
       tick = clock.now();
     }
@@ -111,15 +113,9 @@ void Runtime::record_stream(Address address, driver::Stream stream) {
   if (block == nullptr || block->state != BlockState::live) {
     return;
   }
-  StreamClock& clock = clocks_.of(stream);
-  if (&clock == &block->arena->clock) {
-    return;
-  }
-  const driver::ContextGuard guard(table_, context_);
-  if (clock.index() < kClockBits) {
-    block->users |= std::uint64_t{1} << clock.index();
-  } else {
-    clocks_.order_after(block->arena->clock, clock.now());  // more streams than bits: order now
+  const StreamClock& clock = clocks_.of(stream);
+  if (&clock != &block->arena->clock) {
+    block->add_user(clock.index());
   }
 }
 
@@ -217,8 +213,8 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
       return {Status::driver_failed, 0, nullptr};
     }
   }
-  if (&clock != &block->arena->clock && clock.index() < kClockBits) {
-    block->users |= std::uint64_t{1} << clock.index();
+  if (&clock != &block->arena->clock) {
+    block->add_user(clock.index());
   }
   prefetch(*record);
   return {Status::ok, block->address + offset - record->block_begin, block};

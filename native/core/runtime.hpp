@@ -105,6 +105,8 @@ class Runtime {
   void end_record(Record& record);
   void release_copy(Record& record);
   void disarm_if_idle();
+  // runtime_control.cpp
+  bool wait_for_gpu(Lock& lock);
   // runtime_reclaim.cpp
   Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
@@ -144,7 +146,8 @@ class Runtime {
   std::uint64_t serial_ = 0;       // of the last allocation
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   DebugModes debug_;
-  std::vector<Candidate> candidates_;  // scratch of look
+  std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
+  std::vector<Candidate> candidates_;           // scratch of look
   std::vector<Block*> candidate_blocks_;
 };
 

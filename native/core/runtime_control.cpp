@@ -127,37 +127,41 @@ void Runtime::set_debug(DebugModes modes) {
   debug_ = modes;
 }
 
-Bytes Runtime::trim(Bytes target) {
-  Lock lock(mutex_);
-  // Free memory goes back once the GPU has passed everything queued so far, on every stream.
-  std::vector<driver::Event> events;
+// Waits, without the lock, until the GPU has passed all that was queued before the call, and each
+// clock has an event that tells so. False during a capture, which such a wait would break.
+bool Runtime::wait_for_gpu(Lock& lock) {
   const driver::ContextGuard guard(table_, context_);
   for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
-    Tick tick;
-    driver::Event event = nullptr;
-    Seq actual = 0;
     int capturing = driver::kCaptureNone;
+    Tick tick;
     if (table_.stream_is_capturing(clocks_.at(i).stream(), &capturing) != driver::kSuccess ||
-        capturing != driver::kCaptureNone) {
-      return 0;
-    }
-    if (clocks_.at(i).record(&tick) == Status::ok &&
-        clocks_.at(i).event_for(tick.seq, &event, &actual) == Status::ok) {
-      events.push_back(event);
+        capturing != driver::kCaptureNone || clocks_.at(i).record(&tick) != Status::ok) {
+      return false;
     }
   }
   ++counters_.host_waits;
   lock.unlock();
-  for (const driver::Event event : events) {
-    table_.event_synchronize(event);
-  }
+  const bool idle = table_.ctx_synchronize() == driver::kSuccess;
   lock.lock();
-  return heap_.trim(target);
+  return idle;
+}
+
+Bytes Runtime::trim(Bytes target) {
+  Lock lock(mutex_);
+  return wait_for_gpu(lock) ? heap_.trim(target) : 0;
 }
 
 void Runtime::release_graph(std::uint64_t graph) {
   Lock lock(mutex_);
-  heap_.release_graph(graph);
+  released_graphs_.push_back(graph);
+  // The graph may still run, on a stream we have never seen. Where waiting is not allowed now, the
+  // memory stays the graph's until the next one is released.
+  if (wait_for_gpu(lock)) {
+    for (const std::uint64_t released : released_graphs_) {
+      heap_.release_graph(released);
+    }
+    released_graphs_.clear();
+  }
 }
 
 Counters Runtime::counters() {

@@ -55,7 +55,7 @@ Block* Runtime::room_without_evicting(Arena& arena, Bytes bytes) {
   if (Block* block = heap_.take(arena, bytes); block != nullptr) {
     return block;
   }
-  if (heap_.grow(arena, bytes, ceiling(), ceiling()) == Status::ok) {  // step 3
+  if (heap_.grow(arena, bytes, ceiling()) == Status::ok) {  // step 3
     return heap_.take(arena, bytes);
   }
   if (arena.key.graph != 0) {

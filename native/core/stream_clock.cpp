@@ -95,6 +95,9 @@ Status ClockBank::order_after(StreamClock& waiter, Tick tick) {
   if (tick.clock == waiter.index() || waiter.waited(tick.clock) >= tick.seq) {
     return Status::ok;
   }
+  if (tick.seq == kNever) {
+    return Status::driver_failed;
+  }
   driver::Event event = nullptr;
   Seq actual = 0;
   if (const Status status = at(tick.clock).event_for(tick.seq, &event, &actual);

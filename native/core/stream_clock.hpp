@@ -15,6 +15,8 @@
 
 namespace stagehand::core {
 
+inline constexpr Seq kNever = ~Seq{0};  // a tick no event will ever stand for
+
 struct Tick {
   std::uint32_t clock = 0;
   Seq seq = 0;

@@ -73,6 +73,7 @@ static_assert(sizeof(AccessDesc) == 12);
   X(ctx_get_current,       cuCtxGetCurrent,       (Context* context))                              \
   X(ctx_push_current,      cuCtxPushCurrent,      (Context context))                               \
   X(ctx_pop_current,       cuCtxPopCurrent,       (Context* context))                              \
+  X(ctx_synchronize,       cuCtxSynchronize,      ())  /* C, W */                                  \
   X(primary_ctx_retain,    cuDevicePrimaryCtxRetain, (Context* context, Device device))            \
   X(mem_get_info,          cuMemGetInfo,          (std::size_t* free_bytes, std::size_t* total_bytes)) /* C */ \
   X(allocation_granularity, cuMemGetAllocationGranularity, (std::size_t* bytes, const AllocationProp* prop, int option)) \

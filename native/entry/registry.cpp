@@ -105,13 +105,15 @@ void Registry::release_graph(int device, GraphPoolId id) {
   if (graph == nullptr || --graph->uses > 0) {
     return;
   }
-  if (core::Runtime* runtime = find(device); runtime != nullptr) {
-    runtime->release_graph(graph->number);
-  }
+  const std::uint64_t number = graph->number;
   if (graph->open) {
     open_graphs_.fetch_sub(1);
   }
   graphs_.erase(graphs_.begin() + (graph - graphs_.data()));
+  lock.unlock();
+  if (core::Runtime* runtime = find(device); runtime != nullptr) {
+    runtime->release_graph(number);  // waits for the GPU
+  }
 }
 
 std::uint64_t Registry::graph_of(int device, driver::Stream stream) {

@@ -20,7 +20,6 @@
   X(cuDevicePrimaryCtxGetState, (Device device, unsigned* flags, int* active))                     \
   X(cuCtxSetCurrent,          (Context context))                                                   \
   X(cuCtxGetDevice,           (Device* device))                                                    \
-  X(cuCtxSynchronize,         ())                                                                  \
   X(cuCtxGetStreamPriorityRange, (int* least, int* greatest))                                      \
   X(cuStreamCreate,           (Stream* stream, unsigned flags))                                    \
   X(cuStreamQuery,            (Stream stream))                                                     \

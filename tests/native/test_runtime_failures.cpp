@@ -313,7 +313,7 @@ TEST("O4: any one driver call of a step may fail, and the step still ends with t
       ++runs;
     }
   }
-  std::fprintf(stderr,"runs %d\n",runs);CHECK(runs > 80);
+  CHECK(runs > 80);
 }
 
 TEST("a device that cannot be opened says which call failed") {

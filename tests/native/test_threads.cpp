@@ -9,7 +9,7 @@
 namespace stagehand::core::test {
 namespace {
 
-constexpr Bytes kSizes[] = {100, 4096, 100'000, 1_MiB, 2_MiB, 3_MiB + 512};
+constexpr Bytes kSizes[] = {100, 4096, 100'000, 700_KiB, 2_MiB};
 
 // One thread's random program over its own tensors, on its own stream.
 class Worker {
@@ -152,16 +152,16 @@ TEST("threads that share a device lose no byte and no memory, with room to spare
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     CoreRig rig({.seed = seed});
     rig.budget(256_MiB, 256_MiB);
-    CHECK_EQ(run_workers(rig, 4, 150, seed), 0);
+    CHECK_EQ(run_workers(rig, 4, 120, seed), 0);
     rig.verify_empty();
   }
 }
 
 TEST("threads that share a device lose no byte and no memory under pressure") {
-  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
     CoreRig rig({.seed = seed});
     rig.budget(24_MiB, 16_MiB, 256_MiB);
-    CHECK_EQ(run_workers(rig, 4, 150, seed), 0);
+    CHECK_EQ(run_workers(rig, 4, 120, seed), 0);
     CHECK(rig.counters().dirty_evictions > 0);
     CHECK(rig.counters().restores > 0);
     rig.verify_empty();
@@ -172,7 +172,7 @@ TEST("threads that run out of memory go on, and the others' bytes stay right") {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     CoreRig rig({.seed = seed, .memory = 32_MiB, .host_limit = 16_MiB});
     rig.budget(16_MiB, 12_MiB);
-    run_workers(rig, 4, 150, seed);
+    run_workers(rig, 4, 120, seed);
     rig.verify_empty();
   }
 }

@@ -1,0 +1,29 @@
+// What fills blocks and looks at them again: pattern kernels on the simulator, memsets and copies
+// on a real GPU. Everything is queued on a stream; nothing here waits but `finish`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/types.hpp"
+#include "driver/driver.hpp"
+
+namespace stagehand::fuzz {
+
+class Contents {
+ public:
+  virtual ~Contents() = default;
+  virtual void fill(driver::Stream stream, core::Address address, core::Bytes bytes,
+                    std::uint64_t seed) = 0;
+  virtual void check(driver::Stream stream, core::Address address, core::Bytes bytes,
+                     std::uint64_t seed) = 0;
+  // All work is done: empty, or what was wrong since the start.
+  virtual std::string finish() = 0;
+  // Cheap: empty, or what is known to be wrong by now.
+  virtual std::string seen() { return ""; }
+  // Makes driver calls fail, where that is possible; the simulator's fail() says how.
+  virtual void fault(const char* /*symbol*/, std::uint64_t /*nth*/, int /*result*/) {}
+  virtual void end_faults() {}
+};
+
+}  // namespace stagehand::fuzz
