@@ -11,6 +11,7 @@
 
 #include "core/block.hpp"
 #include "core/pinned_pool.hpp"
+#include "core/plan.hpp"
 
 namespace stagehand::core {
 
@@ -25,6 +26,7 @@ struct Record {
   std::uint32_t generation = 1;
   std::uint32_t handles = 0;
   std::uint64_t order = 0;  // of saving
+  Plan::Place place;        // in the step that saved it
   bool alive = false;
   bool copying = false;     // a pageable copy runs without the lock: leave block and copy alone
   bool prefetched = false;  // on the device ahead of need, and not yet asked for

@@ -82,6 +82,9 @@ void Runtime::owner_left(Block* block) {
   if (block->record != nullptr) {
     block->arena->set_state(block, BlockState::retained);
     counters_.retain(block->size);
+    if (budget_.armed && plan_.leaves(block->record->place)) {
+      write_back(*block->record);
+    }
   } else {
     counters_.vacate(block->size);
     heap_.give(block);
@@ -151,6 +154,7 @@ Saved Runtime::save(Address data, Address first, Address last) {
       return {Refusal::older_than_pool, {}, 0};
     }
     record = ledger_.open(block, first - block->address, last - block->address);
+    record->place = plan_.saved(block->size);
     block->record = record;
   } else {
     const Bytes begin = first - block->address + record->block_begin;
@@ -186,6 +190,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
     Tick tick;
     clocks_.of(record->stream).record(&tick);  // a fine clock for restores, as in save
   }
+  plan_.unpacked();
   const bool was_resident = record->block != nullptr;
   Status status = Status::ok;
   if (!was_resident && !restore(lock, *record, &status)) {

@@ -15,6 +15,7 @@
 #include "core/ledger.hpp"
 #include "core/mover.hpp"
 #include "core/pinned_pool.hpp"
+#include "core/plan.hpp"
 #include "core/ranked_mutex.hpp"
 #include "core/stall_meter.hpp"
 #include "core/victim.hpp"
@@ -115,6 +116,7 @@ class Runtime {
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
   Record* oldest_evictable(bool small_first);
   Evicted evict(Record& record, bool squeeze, Bytes* missing);
+  void write_back(Record& record);
   bool take_slabs(Record& record, bool squeeze, Bytes* missing);
   void evict_to_low(Bytes incoming);
   void evict_all(Lock& lock);
@@ -138,6 +140,7 @@ class Runtime {
   Ledger ledger_;
   Mover* mover_ = nullptr;
   StallMeter stalls_;
+  Plan plan_;
   Budget budget_;
   Bytes process_limit_ = 0;  // torch's memory fraction; pools may only set less
   bool pool_open_ = false;

@@ -70,6 +70,7 @@ void Runtime::set_budget(const Budget& budget) {
     budget_.limit = std::min(budget.limit, process_limit_);
     budget_.armed = true;
     pool_open_ = true;
+    plan_.begin_step();
     prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
     pool_serial_ = serial_;
     if (counters_.mapped <= budget_.high) {

@@ -43,7 +43,7 @@ Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
     if (block == nullptr) {
       block = overshoot(arena, bytes, status);  // step 7
     }
-    if (block != nullptr && pressed) {
+    if (block != nullptr && pressed && !plan_.follows()) {
       evict_to_low(block->size);  // step 5
     }
     return block;
@@ -175,12 +175,32 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   record.prefetched = false;
   record.arrived = Tick{};
   record.block = nullptr;
+  plan_.evicted(record.place);
   counters_.freed_bytes += block->size;
   counters_.vacate(block->size);
   counters_.retained -= block->size;
   counters_.evict(record.bytes());
   heap_.give(block);
   return Evicted::yes;
+}
+
+// Makes a retained record clean ahead of need, so that evicting it costs nothing. With the slabs
+// there are, and never after backward has brought it back once.
+void Runtime::write_back(Record& record) {
+  Bytes missing = 0;
+  if (record.clean() || record.copying) {
+    return;
+  }
+  const driver::ContextGuard guard(table_, context_);
+  if (!take_slabs(record, false, &missing)) {
+    return;
+  }
+  if (mover_->copy_out(record) != Status::ok) {
+    release_copy(record);
+    return;
+  }
+  ++counters_.write_backs;
+  counters_.evicted_bytes += record.bytes();
 }
 
 // Slabs for the whole saved range into record.copy, or none and the bytes that found no slab.

@@ -47,7 +47,7 @@ inline std::string hazard_text(std::uint64_t index) {
 // What another thread does while the core waits without its lock, drawn into one thread: called
 // once, at the next call of that driver function.
 struct Interludes {
-  std::function<void()> event_synchronize;
+  std::function<void()> ctx_synchronize;
   std::function<void()> host_register;
   std::function<void()> stream_synchronize;
 };
@@ -68,9 +68,10 @@ inline driver::Table hooked_table() {
     }
   };
   static const auto play = once;
-  table.event_synchronize = [](driver::Event event) {
-    play(interludes().event_synchronize);
-    return real.event_synchronize(event);
+  table.ctx_synchronize = [] {
+    const driver::Result result = real.ctx_synchronize();
+    play(interludes().ctx_synchronize);  // after all has passed, before the lock is back
+    return result;
   };
   table.stream_synchronize = [](driver::Stream stream) {
     play(interludes().stream_synchronize);

@@ -301,7 +301,7 @@ TEST("trimming never unmaps what a copy came to read while it waited") {
     rig.budget(24_MiB, 24_MiB);
     const Held held = rig.retain(24_MiB, s);
     Tensor next;
-    interludes().event_synchronize = [&] { next = rig.make(9_MiB, s); };
+    interludes().ctx_synchronize = [&] { next = rig.make(9_MiB, s); };
     rig.runtime->trim(0);
     CHECK(next.address != 0);
     rig.drop(next);
