@@ -300,13 +300,14 @@ void Stress::refused(Status status, Bytes bytes) {
   if (status != Status::out_of_memory) {
     return broke("status " + std::to_string(static_cast<int>(status)) + " without a fault");
   }
-  // Each block in use may hold on to the two largest pieces at its ends, and each arena to the
-  // granule it keeps small blocks in.
-  Bytes needed = bytes + bytes / 32 + 68_MiB;
+  // What is not live can be evicted, and moved in whole pieces: each live block may hold on to the
+  // largest pieces at its ends, and small blocks to their granule.
+  const core::Counters now = runtime_.counters();
+  Bytes needed = bytes + bytes / 32 + 2 * core::kLargestPiece + now.occupied - now.retained;
   for (const Tensor& tensor : tensors_) {
-    needed += tensor.bytes + tensor.bytes / 32 + (tensor.bytes > 1_MiB ? 64_MiB : 4_MiB);
+    needed += tensor.bytes > core::kSmallLimit ? 2 * core::kLargestPiece : 4_MiB;
   }
-  needed += aliases_.size() * 68_MiB;
+  needed += aliases_.size() * 2 * core::kLargestPiece;
   if (needed <= runtime_.budget().limit) {
     broke("out of memory although there is room: " + runtime_.report(bytes));
   }
