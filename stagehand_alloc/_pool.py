@@ -79,10 +79,10 @@ class Pool:
             device, budget = self._claim(stack)
             native = _driver.native()
             _configure_pinned(native, self._config)
-            native.set_budget(device, budget.high, budget.low, budget.limit)
-            stack.callback(native.clear_budget, device)
             if self._config.telemetry_enabled:
                 _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
+            native.set_budget(device, budget.high, budget.low, budget.limit)
+            stack.callback(native.clear_budget, device)
             self._enter_hooks(stack)
             self._stack = stack.pop_all()
         return self

@@ -17,10 +17,21 @@ if TYPE_CHECKING:
 
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
-PEAKS = ("mapped_peak", "occupied_peak", "retained_peak", "evicted_peak")
+PEAKS = (
+    *("mapped_peak", "occupied_peak", "retained_peak", "evicted_peak", "live_peak"),
+    "overshoot_live",
+)
 _GAUGES = (
     *("mapped", "occupied", "live", "retained", "evicted", "high", "low", "limit"),
-    *("records", "handles", "aliases", "pinned_bytes", "pinned_used_bytes", "pageable_bytes"),
+    *(
+        "plan_follows",
+        "records",
+        "handles",
+        "aliases",
+        "pinned_bytes",
+        "pinned_used_bytes",
+        "pageable_bytes",
+    ),
 )
 
 
@@ -42,6 +53,7 @@ class PoolStats:
     high: int = 0
     low: int = 0
     limit: int = 0
+    plan_follows: int = 0  # 1 while the step repeats the last one, whose evictions it then plans on
     records: int = 0
     handles: int = 0
     aliases: int = 0
@@ -53,6 +65,8 @@ class PoolStats:
     occupied_peak: int = 0
     retained_peak: int = 0
     evicted_peak: int = 0
+    live_peak: int = 0  # a budget below this, plus fragmentation, cannot be held
+    overshoot_live: int = 0  # live with the request, at the worst overshoot
     # counted bytes
     overshoot_bytes: int = 0  # mapped beyond high
     evicted_bytes: int = 0  # copied to the host or already there
@@ -64,6 +78,7 @@ class PoolStats:
     stall_ns: int = 0
     clean_evictions: int = 0
     dirty_evictions: int = 0
+    write_backs: int = 0  # copied out ahead of need, as planned
     restores: int = 0
     prefetches: int = 0
     prefetch_hits: int = 0
@@ -92,7 +107,7 @@ class PoolStats:
         parts = f"live {size(self.live)}, retained {size(self.retained)}"
         saved = f"saved {self.activations_saved} tensors, passed through {passed}"
         evicted = f"{evictions} evictions ({size(self.evicted_bytes)})"
-        restored = f"{self.restores} restores ({size(self.restored_bytes)})"
+        restored = f"{self.restores + self.prefetches} restores ({size(self.restored_bytes)})"
         prefetched = f"{self.prefetch_hits} prefetched in time, {self.prefetch_lates} late"
         pinned = f"pinned {size(self.pinned_used_bytes)} of {size(self.pinned_bytes)} used"
         stalls = f"{self.stall_count} stalls ({self.stall_ns / 1e6:.1f} ms)"

@@ -106,7 +106,7 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "activations_saved": found.activations_saved,
         "activations_kept": max(0, found.activations_saved - spilled),
         "activations_spilled": spilled,
-        "activations_restored": found.restores,
+        "activations_restored": found.restores + found.prefetches,
         "spill_bytes": found.evicted_bytes,
         "restore_bytes": found.restored_bytes,
         "stall_time_ms": round(found.stall_ns / 1e6, 3),
@@ -131,7 +131,8 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "alias_hits": found.alias_hits,
         "pageable_bytes": found.pageable_bytes,
         "passed_through": passed_through,
-        "plan": "reactive",
+        "write_backs": found.write_backs,
+        "plan": "followed" if found.plan_follows else "reactive",
     }
 
 

@@ -83,6 +83,7 @@ class Runtime {
 
   Counters counters();
   Budget budget();
+  bool plan_follows();
   void reset_peaks();
   Bytes device_bytes() const { return device_bytes_; }
   // Why the last request failed, with the numbers; for the error text.

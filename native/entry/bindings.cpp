@@ -62,15 +62,18 @@ void configure_pinned(const std::vector<core::Bytes>& classes,
 nb::dict stats(int device) {
   core::Counters counters;
   core::Budget budget;
+  bool plan_follows = false;
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     counters = runtime->counters();
     budget = runtime->budget();
+    plan_follows = runtime->plan_follows();
   }
   nb::dict found;
 #define STAGEHAND_ENTRY(name) found[#name] = counters.name;
   STAGEHAND_COUNTERS(STAGEHAND_ENTRY)
 #undef STAGEHAND_ENTRY
   found["live"] = counters.occupied - counters.retained;
+  found["plan_follows"] = plan_follows ? 1 : 0;
   found["high"] = budget.high;
   found["low"] = budget.low;
   found["limit"] = budget.limit;

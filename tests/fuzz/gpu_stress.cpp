@@ -24,10 +24,11 @@ constexpr std::size_t kLength = 400;  // instructions of a program
 class GpuContents : public Contents {
  public:
   explicit GpuContents(const driver::Table& table) : table_(table) {
-    void* memory = mmap(nullptr, kBuffer, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory =
+        mmap(nullptr, kBuffer, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     host_ = memory == MAP_FAILED ? nullptr : static_cast<unsigned char*>(memory);
-    if (host_ == nullptr || table_.host_register(host_, kBuffer, driver::kHostRegisterPortable) !=
-                                driver::kSuccess) {
+    if (host_ == nullptr ||
+        table_.host_register(host_, kBuffer, driver::kHostRegisterPortable) != driver::kSuccess) {
       wrong_ = "no pinned memory to compare in";
     }
   }

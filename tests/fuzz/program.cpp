@@ -24,12 +24,12 @@ struct Weight {
 };
 
 constexpr Weight kWeights[] = {
-    {Op::Allocate, {40, 10, 25}},   {Op::Free, {26, 8, 16}},     {Op::Save, {32, 2, 10}},
-    {Op::Unpack, {1, 30, 8}},       {Op::DropAlias, {1, 24, 7}}, {Op::DropHandle, {1, 16, 4}},
-    {Op::RecordStream, {3, 1, 5}},  {Op::Write, {4, 1, 6}},      {Op::Kernel, {4, 4, 4}},
-    {Op::Keep, {1, 0, 1}},          {Op::SetBudget, {1, 1, 3}},  {Op::ClearBudget, {0, 2, 1}},
-    {Op::SetLimit, {0, 0, 1}},      {Op::Trim, {0, 1, 2}},       {Op::SetDebug, {0, 0, 2}},
-    {Op::Pinned, {0, 0, 2}},        {Op::Fault, {2, 2, 2}},      {Op::Finish, {0, 1, 1}},
+    {Op::Allocate, {40, 10, 25}},  {Op::Free, {26, 8, 16}},     {Op::Save, {32, 2, 10}},
+    {Op::Unpack, {1, 30, 8}},      {Op::DropAlias, {1, 24, 7}}, {Op::DropHandle, {1, 16, 4}},
+    {Op::RecordStream, {3, 1, 5}}, {Op::Write, {4, 1, 6}},      {Op::Kernel, {4, 4, 4}},
+    {Op::Keep, {1, 0, 1}},         {Op::SetBudget, {1, 1, 3}},  {Op::ClearBudget, {0, 2, 1}},
+    {Op::SetLimit, {0, 0, 1}},     {Op::Trim, {0, 1, 2}},       {Op::SetDebug, {0, 0, 2}},
+    {Op::Pinned, {0, 0, 2}},       {Op::Fault, {2, 2, 2}},      {Op::Finish, {0, 1, 1}},
 };
 
 Op draw_op(std::mt19937_64& random, std::size_t phase) {

@@ -10,10 +10,10 @@
 
 namespace stagehand::fuzz {
 
-#define STAGEHAND_FUZZ_OPS(X)                                                                   \
-  X(Allocate) X(Free) X(Save) X(Unpack) X(DropAlias) X(DropHandle) X(RecordStream) X(Write)     \
-  X(Kernel) X(Keep) X(SetBudget) X(ClearBudget) X(SetLimit) X(Trim) X(SetDebug) X(Pinned)       \
-  X(Fault) X(Finish)
+#define STAGEHAND_FUZZ_OPS(X)                                                                     \
+  X(Allocate)                                                                                     \
+  X(Free) X(Save) X(Unpack) X(DropAlias) X(DropHandle) X(RecordStream) X(Write) X(Kernel) X(Keep) \
+      X(SetBudget) X(ClearBudget) X(SetLimit) X(Trim) X(SetDebug) X(Pinned) X(Fault) X(Finish)
 
 enum class Op : std::uint8_t {
 #define STAGEHAND_FUZZ_NAME(name) name,

@@ -177,8 +177,7 @@ void Stress::unpack(const Instruction& in) {
   // Mostly where it was made, as autograd does.
   const std::size_t consumer = in.more % 4 == 0 ? in.stream % kStreams : handle.stream;
   order(handle.stream, consumer);
-  const core::Unpacked again =
-      runtime_.unpack(handle.record, handle.offset, streams_[consumer]);
+  const core::Unpacked again = runtime_.unpack(handle.record, handle.offset, streams_[consumer]);
   if (again.status != Status::ok) {
     return refused(again.status, handle.view.bytes);
   }
@@ -244,20 +243,20 @@ void Stress::settings(const Instruction& in) {
     case Op::SetDebug:
       return runtime_.set_debug({in.more % 3 == 0, in.more % 2 == 0});
     case Op::Pinned:
-      return runtime_.configure_pinned(runtime_.counters().pinned_used_bytes == 0 &&
-                                               in.more % 2 == 0
-                                           ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
-                                           : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
-                                       (in.more >> 8) % 48 << 20);
+      return runtime_.configure_pinned(
+          runtime_.counters().pinned_used_bytes == 0 && in.more % 2 == 0
+              ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
+              : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
+          (in.more >> 8) % 48 << 20);
     default:
       return;
   }
 }
 
 void Stress::fault(const Instruction& in) {
-  constexpr const char* kSymbols[] = {"cuMemCreate",       "cuMemMap",          "cuMemSetAccess",
-                                      "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord",
-                                      "cuEventCreate",     "cuStreamWaitEvent", "cuEventQuery",
+  constexpr const char* kSymbols[] = {"cuMemCreate",       "cuMemMap",           "cuMemSetAccess",
+                                      "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",  "cuEventRecord",
+                                      "cuEventCreate",     "cuStreamWaitEvent",  "cuEventQuery",
                                       "cuMemHostRegister", "cuMemAddressReserve"};
   faulty_ = true;
   const char* symbol = kSymbols[in.pick % std::size(kSymbols)];

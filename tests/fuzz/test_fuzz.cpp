@@ -154,8 +154,7 @@ std::vector<Instruction> shrunk(std::vector<Instruction> program, std::uint64_t 
 }
 
 int replay(const Options& options) {
-  std::vector<Instruction> program =
-      generate(options.seed, options.ops, shape_of(options.seed));
+  std::vector<Instruction> program = generate(options.seed, options.ops, shape_of(options.seed));
   if (options.shrink && !run(program, options.seed, nullptr).empty()) {
     program = shrunk(program, options.seed);
   }
@@ -173,8 +172,7 @@ int run_many(const Options& options) {
   std::size_t failed = 0;
   std::uint64_t seed = options.seed;
   while (options.minutes > 0 ? Clock::now() < until : passed + failed < kPrograms) {
-    const std::string broken =
-        run(generate(seed, options.ops, shape_of(seed)), seed, nullptr);
+    const std::string broken = run(generate(seed, options.ops, shape_of(seed)), seed, nullptr);
     if (broken.empty()) {
       ++passed;
     } else if (++failed <= 20) {

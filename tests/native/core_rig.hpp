@@ -17,10 +17,10 @@ struct Machine {
   std::uint64_t seed = 1;
   Bytes memory = 256_MiB;
   int devices = 1;
-  Bytes bytes_per_s = 0;                       // of the lanes; 0: the simulator's default
-  unsigned flags = STAGEHAND_SIM_NO_POISON;    // for speed
-  SizeClasses classes{{1_MiB}, {8}};  // large records take several slabs
-  Bytes host_limit = 63_MiB;          // the first growth takes it all; from 64 MiB on it is slow
+  Bytes bytes_per_s = 0;                     // of the lanes; 0: the simulator's default
+  unsigned flags = STAGEHAND_SIM_NO_POISON;  // for speed
+  SizeClasses classes{{1_MiB}, {8}};         // large records take several slabs
+  Bytes host_limit = 63_MiB;  // the first growth takes it all; from 64 MiB on it is slow
 };
 
 // A tensor of torch's: a whole block, filled with pattern(seed) on its stream.

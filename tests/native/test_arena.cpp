@@ -1,10 +1,9 @@
 // Blocks in address order, their page table and their lists: core/arena.
-#include "core/arena.hpp"
-
 #include <random>
 #include <set>
 #include <string>
 
+#include "core/arena.hpp"
 #include "native/test.hpp"
 
 namespace stagehand::core {

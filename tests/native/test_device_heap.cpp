@@ -1,9 +1,8 @@
 // Growing, gathering and giving back: core/device_heap without a runtime.
-#include "core/device_heap.hpp"
-
 #include <cstring>
 #include <vector>
 
+#include "core/device_heap.hpp"
 #include "native/core_rig.hpp"
 
 namespace stagehand::core {
@@ -262,7 +261,7 @@ TEST("gathering uses a larger hole where free pieces do not fit the tightest one
   Tick tick;
   t.arena().clock.record(&tick);
   stagehand_sim_drain();
-  CHECK_EQ(t.heap.trim(64_MiB), 20_MiB);  // used, a hole of 20 MiB, used, the arena's end
+  CHECK_EQ(t.heap.trim(64_MiB), 20_MiB);            // used, a hole of 20 MiB, used, the arena's end
   t.give(t.grown(t.arena(t.rig.stream()), 1_GiB));  // large pieces
   CHECK_EQ(t.heap.gather(t.arena(), 18_MiB, t.counters.mapped), Status::ok);
   t.verify();

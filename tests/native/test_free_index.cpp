@@ -1,11 +1,10 @@
 // Free blocks by size: core/free_index.
-#include "core/free_index.hpp"
-
 #include <algorithm>
 #include <deque>
 #include <random>
 #include <vector>
 
+#include "core/free_index.hpp"
 #include "core/types.hpp"
 #include "native/test.hpp"
 
@@ -76,7 +75,8 @@ TEST("a removed block is not offered again") {
 }
 
 TEST("a search looks at no more than 64 blocks of a bin, and still finds a larger one") {
-  // 1009 and 1020 share a bin: 65 blocks that are too small stand before the one of the same bin that fits.
+  // 1009 and 1020 share a bin: 65 blocks that are too small stand before the one of the same bin
+  // that fits.
   std::vector<Bytes> units{1020};
   units.insert(units.end(), 65, 1009);
   units.push_back(5000);

@@ -1,10 +1,9 @@
 // Records and their generations: core/ledger.
-#include "core/ledger.hpp"
-
 #include <random>
 #include <vector>
 
 #include "core/arena.hpp"
+#include "core/ledger.hpp"
 #include "native/test.hpp"
 
 namespace stagehand::core {

@@ -1,9 +1,8 @@
 // Pinned host memory in size classes: core/pinned_pool.
-#include "core/pinned_pool.hpp"
-
 #include <cstring>
 #include <vector>
 
+#include "core/pinned_pool.hpp"
 #include "native/core_rig.hpp"
 
 namespace stagehand::core {

@@ -41,8 +41,8 @@ Share broken(Rule rule, const Machine& machine, Scenario scenario) {
   return share;
 }
 
-// Kept: right under every seed. Broken: a hazard under all seeds but those where the host happens to
-// know that the copy is over, and wrong bytes under many.
+// Kept: right under every seed. Broken: a hazard under all seeds but those where the host happens
+// to know that the copy is over, and wrong bytes under many.
 template <typename Scenario>
 void prove(Rule rule, const Machine& machine, Scenario scenario) {
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {

@@ -192,7 +192,8 @@ TEST("step 7: what cannot be evicted is overshot up to the limit, and counted") 
   rig.verify_empty();
 }
 
-TEST("step 7: beyond the limit the request fails, the report has the numbers, and less still fits") {
+TEST(
+    "step 7: beyond the limit the request fails, the report has the numbers, and less still fits") {
   CoreRig rig;
   const driver::Stream s = rig.stream();
   rig.budget(32_MiB, 32_MiB, 64_MiB);
@@ -390,8 +391,7 @@ TEST("a tensor of a graph is not saved") {
   const driver::Stream s = rig.stream();
   rig.budget(128_MiB, 64_MiB);
   const Address captured = rig.allocate(8_MiB, s, 3);
-  CHECK_EQ(rig.runtime->save(captured, captured, captured + 8_MiB).refusal,
-           Refusal::graph_capture);
+  CHECK_EQ(rig.runtime->save(captured, captured, captured + 8_MiB).refusal, Refusal::graph_capture);
 }
 
 TEST("memory of a gone graph that another stream used serves again") {

@@ -1,6 +1,5 @@
 // Ticks, fences and device-side waits: core/stream_clock.
 #include "core/stream_clock.hpp"
-
 #include "native/core_rig.hpp"
 
 namespace stagehand::core {

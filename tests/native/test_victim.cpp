@@ -1,9 +1,8 @@
 // Which blocks to evict: core/victim, on recorded snapshots.
-#include "core/victim.hpp"
-
 #include <random>
 #include <vector>
 
+#include "core/victim.hpp"
 #include "native/test.hpp"
 
 namespace stagehand::core {
@@ -17,8 +16,7 @@ constexpr Candidate victim(Bytes size, std::uint64_t age) {
   return {Candidate::Kind::victim, size, age};
 }
 
-void expect(const std::vector<Candidate>& blocks, Bytes bytes, std::size_t begin,
-            std::size_t end) {
+void expect(const std::vector<Candidate>& blocks, Bytes bytes, std::size_t begin, std::size_t end) {
   const Window window = choose_window(blocks, bytes);
   CHECK(window.found);
   CHECK_EQ(window.begin, begin);
@@ -97,7 +95,8 @@ TEST("on random snapshots the run is the best there is by the rule of the header
     std::mt19937 random(seed);
     std::vector<Candidate> blocks;
     for (int i = 0; i < 12; ++i) {
-      blocks.push_back({static_cast<Candidate::Kind>(random() % 3), 1 + random() % 8, random() % 20});
+      blocks.push_back(
+          {static_cast<Candidate::Kind>(random() % 3), 1 + random() % 8, random() % 20});
     }
     const Bytes bytes = 1 + random() % 24;
     const Window window = choose_window(blocks, bytes);
