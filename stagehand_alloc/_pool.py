@@ -277,5 +277,6 @@ def _configure_pinned(native: Any, config: Config) -> None:
     wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
     with _registry_lock:
         if _pinned != wanted:
-            native.configure_pinned(*config.pinned_classes(), config.host_limit_bytes())
-            _pinned = wanted
+            done = native.configure_pinned(*config.pinned_classes(), config.host_limit_bytes())
+            # Where saved tensors of an earlier step still use the slabs, the next entry tries again.
+            _pinned = wanted if done else None

@@ -56,6 +56,7 @@ struct Arena {
   Block* evicting_last = nullptr;
   std::map<Address, Piece> pieces;  // by address; the ones of retiring blocks are not here
   std::vector<Block*> retiring;
+  bool retired = false;  // served a graph that is gone: given up once it is empty
 
   bool contains(Address address) const { return address - base < reserved; }
   Block* find(Address address) const;

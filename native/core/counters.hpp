@@ -19,7 +19,9 @@ namespace stagehand::core {
   X(retained)                                                                                      \
   X(evicted)                                                                                       \
   X(pinned_bytes)                                                                                  \
-  X(pinned_used_bytes) X(pageable_bytes) X(retiring_bytes) /* peaks since the last reset */        \
+  X(pinned_used_bytes)                                                                             \
+  X(pageable_bytes)                                                                                \
+  X(retiring_bytes) /* peaks since the last reset */                                               \
       X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak)                             \
           X(live_peak)  /* live bytes with the request, at the worst overshoot: no eviction can    \
                            hold less */                                                            \

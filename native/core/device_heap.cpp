@@ -25,7 +25,7 @@ DeviceHeap::DeviceHeap(const driver::Table& table, int device, Bytes device_byte
                        Bytes granularity, ClockBank& clocks, Counters& counters)
     : table_(table),
       prop_(prop_for(device)),
-      access_(access_for(device)),
+      access_{access_for(device)},
       device_bytes_(device_bytes),
       granularity_(granularity),
       clocks_(clocks),
@@ -43,7 +43,7 @@ Bytes DeviceHeap::block_bytes(Bytes requested) {
 Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t graph) {
   const ArenaKey key{stream, bytes <= kSmallLimit, graph};
   for (const auto& arena : arenas_) {
-    if (arena->key == key) {
+    if (arena->key == key && !arena->retired) {
       return arena.get();
     }
   }
@@ -136,22 +136,6 @@ void DeviceHeap::settle(Arena& arena) {
     b = next;
   }
   sweep_retiring(arena);
-}
-
-void DeviceHeap::release_graph(std::uint64_t graph) {
-  for (const auto& arena : arenas_) {
-    if (arena->key.graph != graph) {
-      continue;
-    }
-    arena->key.graph = 0;  // found by address, and by gather; requests go to the stream's own
-    for (Block* b = arena->evicting_first; b != nullptr;) {
-      Block* next = b->bin_next;
-      b->fence.clear();
-      arena->set_state(b, BlockState::free);
-      arena->coalesce(b);
-      b = next;
-    }
-  }
 }
 
 const char* DeviceHeap::broken() const {

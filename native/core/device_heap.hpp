@@ -51,6 +51,11 @@ class DeviceHeap {
   // The graph is gone and the GPU idle: its arenas' memory may serve others.
   void release_graph(std::uint64_t graph);
 
+  // Whether trimming could give anything back.
+  bool has_free_piece() const;
+  // Maps all memory, present and to come, for one more device.
+  Status add_peer(int device);
+
   const std::vector<std::unique_ptr<Arena>>& arenas() const { return arenas_; }
   // The algebra of counters.hpp and the tiling of every arena; empty when it holds.
   const char* broken() const;
@@ -75,13 +80,17 @@ class DeviceHeap {
                    std::vector<Piece>* pieces);
   void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
   Block* carve(Arena& arena, Address address, Bytes bytes);
-  bool retire(Arena& from, Address address, Bytes bytes, Arena& to, Fence* fence);
+  Status fence_moves(const std::vector<Move>& moves, Arena& to, Fence* fence, Seq* idle_from);
+  void retire(Arena& from, Address address, Bytes bytes);
+  bool passed(const Block& block) const;
+  void release_piece(Arena& arena, Address address);
+  driver::Result set_access(Address address, Bytes bytes) const;
   void sweep_retiring(Arena& arena);
   Block* cut(Arena& arena, Block* block, Bytes bytes);
 
   const driver::Table& table_;
   const driver::AllocationProp prop_;
-  const driver::AccessDesc access_;
+  std::vector<driver::AccessDesc> access_;  // this device, then its peers
   const Bytes device_bytes_;
   const Bytes granularity_;
   ClockBank& clocks_;

@@ -110,7 +110,7 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
   if (status != Status::ok) {
     return status;
   }
-  if (table_.mem_set_access(address, growth, &access_, 1) != driver::kSuccess) {
+  if (set_access(address, growth) != driver::kSuccess) {
     unmap_new(address, pieces, true);
     return Status::driver_failed;
   }
@@ -174,30 +174,48 @@ Block* DeviceHeap::carve(Arena& arena, Address address, Bytes bytes) {
   return block;
 }
 
-// The piece's old address waits for its last use; its memory already serves `to`, behind the ticks
-// added to `fence`. False: a tick did not fit, and `to`'s stream waits for it from now on instead.
-bool DeviceHeap::retire(Arena& from, Address address, Bytes bytes, Arena& to, Fence* fence) {
-  Block* block = carve(from, address, bytes);
-  SH_CHECK(block->address == address && block->size == bytes);
-  Fence ticks = block->fence;
-  if (!ticks.add({from.clock.index(), block->idle_from})) {
-    clocks_.order_after(from.clock, block->fence);
-    ticks.clear();
-    ticks.add(from.clock.now());
-  }
-  bool all = true;
-  for (const Tick& tick : ticks) {
-    if (!fence->add(tick)) {
-      clocks_.order_after(to.clock, tick);
-      all = false;
+// What work on the moved memory must wait for, as ticks in `fence`. Where they are of more clocks
+// than a fence holds, the stream of `to` waits for the rest now, and `idle_from` says from where
+// on.
+Status DeviceHeap::fence_moves(const std::vector<Move>& moves, Arena& to, Fence* fence,
+                               Seq* idle_from) {
+  for (const Move& move : moves) {
+    Block* block = move.from->find(move.address);
+    Fence all = block->fence;
+    if (!all.add({move.from->clock.index(), block->idle_from})) {
+      if (const Status status = clocks_.order_after(move.from->clock, block->fence);
+          status != Status::ok) {
+        return status;
+      }
+      block->fence.clear();
+      block->idle_from = move.from->clock.upcoming();
+      all.clear();
+      all.add(move.from->clock.now());
+    }
+    for (const Tick& tick : all) {
+      if (fence->add(tick)) {
+        continue;
+      }
+      if (const Status status = clocks_.order_after(to.clock, tick); status != Status::ok) {
+        return status;
+      }
+      *idle_from = to.clock.upcoming();
     }
   }
-  block->fence = ticks;
+  return Status::ok;
+}
+
+// The piece's old address waits for its last use; its memory already serves elsewhere.
+void DeviceHeap::retire(Arena& from, Address address, Bytes bytes) {
+  Block* block = carve(from, address, bytes);
+  SH_CHECK(block->address == address && block->size == bytes);
+  const bool fits = block->fence.add({from.clock.index(), block->idle_from});
+  SH_CHECK(fits);  // fence_moves has seen to it
+  (void)fits;
   from.set_state(block, BlockState::retiring);
   from.retiring.push_back(block);
   from.pieces.erase(address);
   counters_.retiring_bytes += bytes;
-  return all;
 }
 
 // The pieces of `moves` and `lacking` bytes of new memory, mapped side by side from `address` on.
@@ -219,8 +237,7 @@ Status DeviceHeap::map_moved(Address address, const std::vector<Move>& moves, By
   if (status == Status::ok && lacking > 0) {
     status = create_and_map(address + moved, lacking, pieces, piece_for(lacking));
   }
-  if (status == Status::ok &&
-      table_.mem_set_access(address, moved + lacking, &access_, 1) != driver::kSuccess) {
+  if (status == Status::ok && set_access(address, moved + lacking) != driver::kSuccess) {
     status = Status::driver_failed;
   }
   if (status != Status::ok) {
@@ -247,18 +264,19 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
     return Status::out_of_memory;
   }
   // Driver calls first; the books change only when all of them have succeeded (rule O4).
+  Fence fence;
+  Seq idle_from = 0;
   std::vector<Piece> pieces;
-  if (const Status status = map_moved(place.hole->address, moves, lacking, &pieces);
-      status != Status::ok) {
+  Status status = fence_moves(moves, arena, &fence, &idle_from);
+  if (status == Status::ok) {
+    status = map_moved(place.hole->address, moves, lacking, &pieces);
+  }
+  if (status != Status::ok) {
     return status;
   }
-  Fence fence;
-  bool all_fenced = true;
   for (const Move& move : moves) {
-    const Bytes bytes_moved = move.from->pieces.at(move.address).size;
-    all_fenced &= retire(*move.from, move.address, bytes_moved, arena, &fence);
+    retire(*move.from, move.address, move.from->pieces.at(move.address).size);
   }
-  const Seq idle_from = all_fenced ? 0 : arena.clock.upcoming();
   Address address = place.hole->address;
   for (const Piece& piece : pieces) {
     arena.pieces.emplace(address, piece);
@@ -272,16 +290,35 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
   return Status::ok;
 }
 
+// Whether all work on the block's memory is known to be done.
+bool DeviceHeap::passed(const Block& block) const {
+  const auto done = [&](const Tick& t) { return t.seq == 0 || clocks_.at(t.clock).passed(t.seq); };
+  return done({block.arena->clock.index(), block.idle_from}) &&
+         std::all_of(block.fence.begin(), block.fence.end(), done);
+}
+
+driver::Result DeviceHeap::set_access(Address address, Bytes bytes) const {
+  return table_.mem_set_access(address, bytes, access_.data(), access_.size());
+}
+
+Status DeviceHeap::add_peer(int device) {
+  driver::AccessDesc peer;
+  peer.location.id = device;
+  access_.push_back(peer);
+  for (const auto& arena : arenas_) {
+    for (const auto& [address, piece] : arena->pieces) {
+      if (set_access(address, piece.size) != driver::kSuccess) {
+        access_.pop_back();
+        return Status::driver_failed;
+      }
+    }
+  }
+  return Status::ok;
+}
+
 void DeviceHeap::sweep_retiring(Arena& arena) {
   std::erase_if(arena.retiring, [&](Block* block) {
-    const bool done = std::all_of(block->fence.begin(), block->fence.end(), [&](const Tick& t) {
-      StreamClock& clock = clocks_.at(t.clock);
-      return t.seq == 0 || clock.passed(t.seq);
-    });
-    if (!done) {
-      return false;
-    }
-    if (table_.mem_unmap(block->address, block->size) != driver::kSuccess) {
+    if (!passed(*block) || table_.mem_unmap(block->address, block->size) != driver::kSuccess) {
       return false;  // try again later; the address stays unused until then
     }
     counters_.retiring_bytes -= block->size;
@@ -293,45 +330,80 @@ void DeviceHeap::sweep_retiring(Arena& arena) {
   });
 }
 
+bool DeviceHeap::has_free_piece() const {
+  return std::any_of(arenas_.begin(), arenas_.end(), [](const auto& arena) {
+    return std::any_of(arena->pieces.begin(), arena->pieces.end(), [&](const auto& entry) {
+      const Block* block = arena->find(entry.first);
+      return arena->key.graph == 0 && block->end() >= entry.first + entry.second.size &&
+             (block->state == BlockState::free || block->state == BlockState::evicting);
+    });
+  });
+}
+
+// Gives one piece, free and out of use, back to the driver.
+void DeviceHeap::release_piece(Arena& arena, Address address) {
+  const Piece piece = arena.pieces.at(address);
+  table_.mem_release(piece.handle);
+  Block* block = carve(arena, address, piece.size);
+  block->fence.clear();
+  block->idle_from = 0;
+  arena.set_state(block, BlockState::hole);
+  arena.coalesce(block);
+  arena.pieces.erase(address);
+  counters_.mapped -= piece.size;
+}
+
 Bytes DeviceHeap::trim(Bytes target) {
-  Bytes released = 0;
   for (const auto& arena : arenas_) {
     settle(*arena);
   }
   if (counters_.retiring_bytes > 0) {
     return 0;  // memory still mapped at an old address would not really be released
   }
+  const Bytes before = counters_.mapped;
   for (const auto& arena : arenas_) {
-    if (arena->key.graph != 0) {
-      continue;
-    }
-    while (counters_.mapped > target) {
-      const auto piece =
-          std::find_if(arena->pieces.rbegin(), arena->pieces.rend(), [&](const auto& entry) {
-            const Block* block = arena->find(entry.first);
-            return block->state == BlockState::free &&
-                   block->end() >= entry.first + entry.second.size &&
-                   (block->idle_from == 0 || arena->clock.passed(block->idle_from));
-          });
-      if (piece == arena->pieces.rend()) {
-        break;
+    for (auto piece = arena->pieces.begin();
+         arena->key.graph == 0 && piece != arena->pieces.end() && counters_.mapped > target;) {
+      const auto [address, held] = *piece++;
+      const Block* block = arena->find(address);
+      // Free may mean that the arena's stream waits for a copy: unmapping takes more, that it is
+      // done.
+      if (block->state == BlockState::free && block->end() >= address + held.size &&
+          passed(*block) && table_.mem_unmap(address, held.size) == driver::kSuccess) {
+        release_piece(*arena, address);
       }
-      const auto [address, held] = *piece;
-      if (table_.mem_unmap(address, held.size) != driver::kSuccess) {
-        break;
-      }
-      table_.mem_release(held.handle);
-      Block* block = carve(*arena, address, held.size);
-      block->fence.clear();
-      block->idle_from = 0;
-      arena->set_state(block, BlockState::hole);
-      arena->coalesce(block);
-      arena->pieces.erase(address);
-      counters_.mapped -= held.size;
-      released += held.size;
     }
   }
-  return released;
+  return before - counters_.mapped;
+}
+
+// The graph is gone and the GPU idle: what is free goes back to the driver, and so does the address
+// range once nothing is left in it; the rest serves others through `gather`.
+void DeviceHeap::release_graph(std::uint64_t graph) {
+  for (const auto& arena : arenas_) {
+    if (arena->key.graph != graph) {
+      continue;
+    }
+    arena->key.graph = 0;
+    while (Block* block = arena->evicting_first) {
+      block->fence.clear();
+      arena->set_state(block, BlockState::free);
+      arena->coalesce(block);
+    }
+    for (auto piece = arena->pieces.begin(); piece != arena->pieces.end();) {
+      const auto [address, held] = *piece++;
+      const Block* block = arena->find(address);
+      if (block->state == BlockState::free && block->end() >= address + held.size &&
+          table_.mem_unmap(address, held.size) == driver::kSuccess) {
+        release_piece(*arena, address);
+      }
+    }
+    arena->retired = true;
+  }
+  std::erase_if(arenas_, [&](const auto& arena) {
+    return arena->retired && arena->pieces.empty() && arena->retiring.empty() &&
+           table_.address_free(arena->base, arena->reserved) == driver::kSuccess;
+  });
 }
 
 }  // namespace stagehand::core

@@ -17,7 +17,7 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   record.alive = true;
   record.handles = 0;
   record.order = ++order_;
-  record.copying = record.prefetched = false;
+  record.copying = record.prefetched = record.asked = false;
   record.block = block;
   record.begin = begin;
   record.end = end;

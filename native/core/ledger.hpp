@@ -29,6 +29,7 @@ struct Record {
   Plan::Place place;        // in the step that saved it
   bool alive = false;
   bool copying = false;     // a pageable copy runs without the lock: leave block and copy alone
+  bool asked = false;       // backward has unpacked it
   bool prefetched = false;  // on the device ahead of need, and not yet asked for
   Block* block = nullptr;
   // The bytes of the storage that were saved, from its first byte; what travels.

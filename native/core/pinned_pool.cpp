@@ -174,19 +174,31 @@ Slab* PinnedPool::take_pageable(Bytes wanted) {
   return slab;
 }
 
-void PinnedPool::release() {
+bool PinnedPool::quiet(ClockBank& clocks) const {
+  return std::all_of(nodes_.begin(), nodes_.end(), [&](const Slab& slab) {
+    return std::all_of(slab.fence.begin(), slab.fence.end(),
+                       [&](const Tick& tick) { return clocks.at(tick.clock).passed(tick.seq); });
+  });
+}
+
+std::vector<PinnedPool::Chunk> PinnedPool::take_chunks() {
   SH_CHECK(idle());
-  for (const Chunk& chunk : chunks_) {
-    if (table_.host_unregister(chunk.host) == driver::kSuccess) {
-      munmap(chunk.host, chunk.size);  // else: a leak is better than memory the GPU may write
-    }
-  }
-  chunks_.clear();
+  std::vector<Chunk> chunks;
+  chunks.swap(chunks_);
   nodes_.clear();
   spare_nodes_.clear();
   free_.assign(classes_.size(), {});
   made_.assign(classes_.size(), 0);
   counters_.pinned_bytes = 0;
+  return chunks;
+}
+
+void PinnedPool::unmap(const std::vector<Chunk>& chunks) const {
+  for (const Chunk& chunk : chunks) {
+    if (table_.host_unregister(chunk.host) == driver::kSuccess) {
+      munmap(chunk.host, chunk.size);  // else: a leak is better than memory the GPU may write
+    }
+  }
 }
 
 }  // namespace stagehand::core

@@ -49,6 +49,9 @@ class PinnedPool {
 
   // What to make so that `take(wanted)` succeeds: the classes' own first slabs, then growth.
   Chunk plan_growth(Bytes wanted) const;
+  // Between these two the pool is not idle: its classes stay as planned.
+  void begin_growth() { ++growing_; }
+  void end_growth() { --growing_; }
   // Maps and registers; waits for the driver, needs the context, holds no lock. False: no memory.
   bool prepare(Chunk* chunk) const;
   void adopt(const Chunk& chunk);
@@ -57,9 +60,16 @@ class PinnedPool {
   // A slab outside the pool, used when nothing can be pinned. Null when the host has no memory.
   Slab* take_pageable(Bytes wanted);
 
-  bool idle() const { return counters_.pinned_used_bytes == 0; }
-  // Unregisters and unmaps everything; only while idle and no copy is in flight. Needs the context.
-  void release();
+  // No slab is taken, pageable ones included, and none is being made.
+  bool idle() const {
+    return counters_.pinned_used_bytes == 0 && counters_.pageable_bytes == 0 && growing_ == 0;
+  }
+  // Whether no copy still names a slab that was given back.
+  bool quiet(ClockBank& clocks) const;
+  // Forgets every slab, only while idle and quiet, and returns their memory for `unmap`.
+  std::vector<Chunk> take_chunks();
+  // Unregisters and unmaps; waits for the driver, needs the context, holds no lock.
+  void unmap(const std::vector<Chunk>& chunks) const;
 
  private:
   Slab* take_from(std::size_t size_class);
@@ -73,6 +83,7 @@ class PinnedPool {
   std::vector<std::deque<Slab*>> free_;  // by class, longest unused first
   std::vector<std::uint32_t> made_;      // slabs made, by class
   std::vector<Chunk> chunks_;
+  int growing_ = 0;
 };
 
 }  // namespace stagehand::core

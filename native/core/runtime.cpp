@@ -18,6 +18,10 @@ constexpr int kPrefetchReach = 64;  // records looked at beyond the one unpacked
 Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph,
                          Address* address) {
   Lock lock(mutex_);
+  if (bytes > device_bytes_) {
+    ++counters_.out_of_memory;
+    return Status::out_of_memory;
+  }
   if (debug_.evict_everything && graph == 0) {
     const driver::ContextGuard guard(table_, context_);
     evict_all(lock);
@@ -82,7 +86,7 @@ void Runtime::owner_left(Block* block) {
   if (block->record != nullptr) {
     block->arena->set_state(block, BlockState::retained);
     counters_.retain(block->size);
-    if (budget_.armed && plan_.leaves(block->record->place)) {
+    if (budget_.armed && !block->record->asked && plan_.leaves(block->record->place)) {
       write_back(*block->record);
     }
   } else {
@@ -191,6 +195,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
     clocks_.of(record->stream).record(&tick);  // a fine clock for restores, as in save
   }
   plan_.unpacked();
+  record->asked = true;
   const bool was_resident = record->block != nullptr;
   Status status = Status::ok;
   if (!was_resident && !restore(lock, *record, &status)) {
@@ -252,7 +257,9 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
     restore_pageable(lock, record, block, status);
   } else {
     *status = mover_->copy_in(record, block);
-    record.stall_pair = stalls_.copied(mover_->h2d().stream());
+    if (*status == Status::ok) {
+      record.stall_pair = stalls_.copied(mover_->h2d().stream());
+    }
   }
   if (*status != Status::ok) {
     counters_.vacate(block->size);

@@ -75,11 +75,16 @@ class Runtime {
   // The pool is closed; the watermarks stay armed until the last record dies.
   void clear_budget();
   void set_limit(Bytes limit);
-  void configure_pinned(const SizeClasses& classes, Bytes host_limit);
+  // False: slabs of other sizes are in use, and nothing has changed.
+  bool configure_pinned(const SizeClasses& classes, Bytes host_limit);
   void set_debug(DebugModes modes);
   // Gives free memory back to the driver until mapped <= target. Waits for the GPU.
   Bytes trim(Bytes target);
   void release_graph(std::uint64_t graph);
+  // A CUDA graph capture begins (+1) or ends (-1) on this device: no events on captured streams.
+  void capture(int change);
+  // Work on `device` may reach this device's memory from now on.
+  Status add_peer(int device);
 
   Counters counters();
   Budget budget();

@@ -73,7 +73,7 @@ void Runtime::set_budget(const Budget& budget) {
     plan_.begin_step();
     prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
     pool_serial_ = serial_;
-    if (counters_.mapped <= budget_.high) {
+    if (counters_.mapped <= budget_.high || !heap_.has_free_piece()) {
       return;
     }
   }
@@ -101,26 +101,24 @@ void Runtime::set_limit(Bytes limit) {
   budget_.limit = budget_.armed ? std::min(budget_.limit, process_limit_) : process_limit_;
 }
 
-void Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit) {
+bool Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit) {
   Lock lock(mutex_);
-  if (pinned_.idle() && classes.bytes != pinned_.classes().bytes) {
-    // Slabs of other sizes go: wait until no copy names one.
-    const driver::Stream lanes[] = {mover_->d2h().stream(), mover_->h2d().stream()};
-    lock.unlock();
-    const driver::ContextGuard guard(table_, context_);
-    for (const driver::Stream lane : lanes) {
-      table_.stream_synchronize(lane);
-    }
-    lock.lock();
-    if (pinned_.idle()) {
-      pinned_.release();
-      pinned_.configure(classes, host_limit);
-    }
-    return;
-  }
   if (classes.bytes == pinned_.classes().bytes) {
     pinned_.configure(classes, host_limit);
+    return true;
   }
+  // Slabs of other sizes go, once no record and no copy names one.
+  const bool some = counters_.pinned_bytes > 0;
+  if (!pinned_.idle() || (some && !wait_for_gpu(lock)) || !pinned_.idle() ||
+      !pinned_.quiet(clocks_)) {
+    return false;
+  }
+  const std::vector<PinnedPool::Chunk> chunks = pinned_.take_chunks();
+  pinned_.configure(classes, host_limit);
+  lock.unlock();
+  const driver::ContextGuard guard(table_, context_);
+  pinned_.unmap(chunks);
+  return true;
 }
 
 void Runtime::set_debug(DebugModes modes) {
@@ -163,6 +161,17 @@ void Runtime::release_graph(std::uint64_t graph) {
     }
     released_graphs_.clear();
   }
+}
+
+void Runtime::capture(int change) {
+  Lock lock(mutex_);
+  clocks_.capture(change);
+}
+
+Status Runtime::add_peer(int device) {
+  Lock lock(mutex_);
+  const driver::ContextGuard guard(table_, context_);
+  return heap_.add_peer(device);
 }
 
 Counters Runtime::counters() {

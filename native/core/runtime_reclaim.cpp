@@ -280,6 +280,7 @@ bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
     return false;
   }
   ++counters_.host_waits;
+  pinned_.begin_growth();
   lock.unlock();
   bool made = false;
   {
@@ -287,6 +288,7 @@ bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
     made = pinned_.prepare(&chunk);
   }
   lock.lock();
+  pinned_.end_growth();
   if (made) {
     pinned_.adopt(chunk);
   } else {

@@ -28,7 +28,16 @@ bool Fence::add(const Fence& other) {
   return all;
 }
 
+bool StreamClock::captured() const {
+  int status = driver::kCaptureNone;
+  return captures_ > 0 && (table_.stream_is_capturing(stream_, &status) != driver::kSuccess ||
+                           status != driver::kCaptureNone);
+}
+
 Status StreamClock::record(Tick* tick) {
+  if (captured()) {
+    return Status::driver_failed;
+  }
   const std::size_t slot = next_ % kRing;
   if (ring_.size() <= slot) {
     ring_.resize(slot + 1, nullptr);
@@ -88,14 +97,15 @@ StreamClock& ClockBank::of(driver::Stream stream) {
       return clock;
     }
   }
-  return clocks_.emplace_back(table_, stream, static_cast<std::uint32_t>(clocks_.size()));
+  return clocks_.emplace_back(table_, captures_, stream,
+                              static_cast<std::uint32_t>(clocks_.size()));
 }
 
 Status ClockBank::order_after(StreamClock& waiter, Tick tick) {
   if (tick.clock == waiter.index() || waiter.waited(tick.clock) >= tick.seq) {
     return Status::ok;
   }
-  if (tick.seq == kNever) {
+  if (tick.seq == kNever || waiter.captured()) {
     return Status::driver_failed;
   }
   driver::Event event = nullptr;

@@ -42,16 +42,19 @@ class Fence {
 
 class StreamClock {
  public:
-  StreamClock(const driver::Table& table, driver::Stream stream, std::uint32_t index)
-      : table_(table), stream_(stream), index_(index) {}
+  StreamClock(const driver::Table& table, const int& captures, driver::Stream stream,
+              std::uint32_t index)
+      : table_(table), captures_(captures), stream_(stream), index_(index) {}
 
   driver::Stream stream() const { return stream_; }
   std::uint32_t index() const { return index_; }
   // The number the next recorded event will get: names all work queued up to now.
   Seq upcoming() const { return next_; }
   Tick now() const { return {index_, next_}; }
-  // Records an event behind everything queued so far; returns its tick.
+  // Records an event behind everything queued so far; returns its tick. Fails on a stream that is
+  // being captured into a CUDA graph: the event would be the graph's, and tell nothing.
   Status record(Tick* tick);
+  bool captured() const;
   // The earliest recorded event at or after `seq`, recording one if there is none yet.
   Status event_for(Seq seq, driver::Event* event, Seq* actual);
   // Whether the work up to `seq` is done; asks the driver once, never waits, never records.
@@ -66,6 +69,7 @@ class StreamClock {
       512;  // older ticks are answered by the oldest event kept: later, safe
 
   const driver::Table& table_;
+  const int& captures_;  // the bank's count of captures under way
   const driver::Stream stream_;
   const std::uint32_t index_;
   Seq next_ = 1;
@@ -80,6 +84,7 @@ class ClockBank {
   explicit ClockBank(const driver::Table& table) : table_(table) {}
 
   StreamClock& of(driver::Stream stream);
+  void capture(int change) { captures_ += change; }
   StreamClock& at(std::uint32_t index) { return clocks_[index]; }
   std::uint32_t size() const { return static_cast<std::uint32_t>(clocks_.size()); }
   // Work queued on `waiter` from now on runs after `tick`. Nothing to do on the tick's own stream
@@ -91,6 +96,7 @@ class ClockBank {
 
  private:
   const driver::Table& table_;
+  int captures_ = 0;
   std::deque<StreamClock> clocks_;
 };
 

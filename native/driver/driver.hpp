@@ -75,6 +75,7 @@ static_assert(sizeof(AccessDesc) == 12);
   X(ctx_pop_current,       cuCtxPopCurrent,       (Context* context))                              \
   X(ctx_synchronize,       cuCtxSynchronize,      ())  /* C, W */                                  \
   X(primary_ctx_retain,    cuDevicePrimaryCtxRetain, (Context* context, Device device))            \
+  X(can_access_peer,       cuDeviceCanAccessPeer, (int* can, Device device, Device peer))          \
   X(mem_get_info,          cuMemGetInfo,          (std::size_t* free_bytes, std::size_t* total_bytes)) /* C */ \
   X(allocation_granularity, cuMemGetAllocationGranularity, (std::size_t* bytes, const AllocationProp* prop, int option)) \
   X(address_reserve,       cuMemAddressReserve,   (DevicePtr* address, std::size_t bytes, std::size_t alignment, DevicePtr hint, unsigned long long flags)) \

@@ -53,10 +53,10 @@ void clear_budget(int device) {
   }
 }
 
-void configure_pinned(const std::vector<core::Bytes>& classes,
+bool configure_pinned(const std::vector<core::Bytes>& classes,
                       const std::vector<std::uint32_t>& counts, core::Bytes host_limit) {
   const nb::gil_scoped_release unlocked;
-  Registry::get().configure_pinned({classes, counts}, host_limit);
+  return Registry::get().configure_pinned({classes, counts}, host_limit);
 }
 
 nb::dict stats(int device) {

@@ -1,6 +1,7 @@
 #include "entry/hooks.hpp"
 
 #include <algorithm>
+#include <new>
 
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
@@ -56,6 +57,7 @@ struct Alias {
 void drop(dlpack::ManagedTensor* managed) {
   auto* alias = static_cast<Alias*>(managed->manager_ctx);
   if (!Registry::get().forked()) {
+    const RelaxedCapture relaxed;
     alias->runtime->drop_alias(alias->block);
   }
   delete alias;
@@ -64,7 +66,14 @@ void drop(dlpack::ManagedTensor* managed) {
 // A tensor over the block, exactly as the saved one was.
 nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
   const Geometry& g = handle.geometry;
-  auto* alias = new Alias{};
+  // Until torch owns it, this scope gives the block back.
+  std::unique_ptr<Alias, void (*)(Alias*)> alias(new (std::nothrow) Alias{},
+                                                 [](Alias* unused) { drop(&unused->managed); });
+  if (alias == nullptr) {
+    handle.runtime->drop_alias(unpacked.block);
+    throw std::bad_alloc();
+  }
+  alias->managed.manager_ctx = alias.get();
   alias->runtime = handle.runtime;
   alias->block = unpacked.block;
   std::int64_t* dims = alias->dims.data();
@@ -74,7 +83,6 @@ nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
   }
   std::copy_n(g.shape(), 2 * g.ndim, dims);
   alias->managed.version = {1, 0};
-  alias->managed.manager_ctx = alias;
   alias->managed.deleter = &drop;
   alias->managed.tensor = {
       reinterpret_cast<void*>(unpacked.address), g.device, g.ndim, g.dtype, dims, dims + g.ndim, 0};
@@ -82,6 +90,7 @@ nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
   if (TorchApi::get().exchange->object_from_managed(&alias->managed, &tensor) != 0) {
     throw nb::python_error();
   }
+  alias.release();
   return nb::steal(static_cast<PyObject*>(tensor));
 }
 
@@ -112,6 +121,7 @@ Handle::Handle(Handle&& other) noexcept
 
 Handle::~Handle() {
   if (runtime != nullptr && !Registry::get().forked()) {
+    const RelaxedCapture relaxed;
     runtime->drop_handle(record);
   }
 }
@@ -136,16 +146,15 @@ Handle Hooks::pack(nb::handle tensor) {
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
   const bool leaf = torch.flag(object, torch.is_leaf);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != torch.tensor_type) {
-    const bool parameter = reinterpret_cast<PyObject*>(Py_TYPE(object)) == torch.parameter_type;
-    return pass(tensor, parameter ? Reason::leaf : Reason::subclass, leaf);
+  if (!torch.is_tensor(object)) {
+    return pass(tensor, torch.is_parameter(object) ? Reason::leaf : Reason::subclass, leaf);
   }
   if (leaf && torch.flag(object, torch.requires_grad)) {
     return pass(tensor, Reason::leaf, true);
   }
   const nb::object base = nb::steal(PyObject_GetAttr(object, torch.base));
   if (base.is_valid() && !base.is_none() &&
-      (reinterpret_cast<PyObject*>(Py_TYPE(base.ptr())) == torch.parameter_type ||
+      (torch.is_parameter(base.ptr()) ||
        (torch.flag(base.ptr(), torch.is_leaf) && torch.flag(base.ptr(), torch.requires_grad)))) {
     return pass(tensor, Reason::view_of_leaf, false);
   }
@@ -176,6 +185,7 @@ Handle Hooks::pack(nb::handle tensor) {
   handle.geometry.set(described);
   handle.probe = torch.version_probe(object);
   handle.version = torch.version_of(object);
+  const RelaxedCapture relaxed;
   const core::Saved saved = runtime->save(first, first, last);
   if (saved.refusal != core::Refusal::none) {
     return pass(tensor, reason_of(saved.refusal), leaf);
@@ -206,12 +216,19 @@ nb::object Hooks::unpack(const Handle& handle) {
   if (handle.runtime == nullptr) {
     return handle.probe;
   }
+  if (Registry::get().forked()) {
+    throw std::runtime_error(
+        "stagehand_alloc: this process was forked after the GPU was used, and has no saved "
+        "tensors.\n"
+        "Run backward in the process that ran forward.");
+  }
   driver::Stream consumer = nullptr;
   if (handle.geometry.device.type == dlpack::kCuda &&
       torch.exchange->current_work_stream(dlpack::kCuda, handle.geometry.device.id, &consumer) !=
           0) {
     throw nb::python_error();
   }
+  const RelaxedCapture relaxed;
   core::Unpacked unpacked;
   if (handle.runtime->resident(handle.record)) {
     unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
@@ -220,7 +237,12 @@ nb::object Hooks::unpack(const Handle& handle) {
     unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
   }
   if (unpacked.status != core::Status::ok) {
-    raise_status(*handle.runtime, unpacked.status, handle.runtime->bytes_of(handle.record));
+    const std::string text =
+        explain(*handle.runtime, unpacked.status, handle.runtime->bytes_of(handle.record));
+    PyErr_SetString(
+        unpacked.status == core::Status::out_of_memory ? torch.out_of_memory : PyExc_RuntimeError,
+        text.c_str());
+    throw nb::python_error();
   }
   return torch.with_version_of(handle.probe.ptr(), make_alias(handle, unpacked));
 }

@@ -31,8 +31,9 @@ bool Registry::install_driver(const std::vector<std::uintptr_t>& addresses) {
 }
 
 core::Runtime* Registry::find(int device) const {
-  return device >= 0 && device < kMaxDevices ? runtimes_[device].load(std::memory_order_acquire)
-                                             : nullptr;
+  return device >= 0 && device < kMaxDevices && !forked()
+             ? runtimes_[device].load(std::memory_order_acquire)
+             : nullptr;
 }
 
 core::Runtime* Registry::open(int device, std::string* error) {
@@ -52,19 +53,47 @@ core::Runtime* Registry::open(int device, std::string* error) {
         runtime->configure_pinned(classes_, host_limit_);
       }
       runtimes_[device].store(runtime, std::memory_order_release);
+      connect_peers(device);
     }
   }
   return runtime;
 }
 
-void Registry::configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit) {
+// Memory mapped by hand is out of reach of other devices until they are named: do so for each pair
+// this process uses, as cudaDeviceEnablePeerAccess would for memory of cudaMalloc.
+void Registry::connect_peers(int device) {
+  for (int other = 0; other < kMaxDevices; ++other) {
+    core::Runtime* peer = other != device ? find(other) : nullptr;
+    int can = 0;
+    if (peer == nullptr) {
+      continue;
+    }
+    if (table_.can_access_peer(&can, other, device) == driver::kSuccess && can != 0) {
+      find(device)->add_peer(other);
+    }
+    if (table_.can_access_peer(&can, device, other) == driver::kSuccess && can != 0) {
+      peer->add_peer(device);
+    }
+  }
+}
+
+bool Registry::configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit) {
   {
     core::Lock lock(mutex_);
     classes_ = classes;
     host_limit_ = host_limit;
     classes_set_ = true;
   }
-  each([&](core::Runtime& runtime) { runtime.configure_pinned(classes, host_limit); });
+  bool all = true;
+  each([&](core::Runtime& runtime) { all &= runtime.configure_pinned(classes, host_limit); });
+  return all;
+}
+
+void Registry::count_capture(int device, int change) {
+  open_graphs_.fetch_add(change);
+  if (core::Runtime* runtime = find(device); runtime != nullptr) {
+    runtime->capture(change);
+  }
 }
 
 Registry::Graph* Registry::find_graph(int device, GraphPoolId id) {
@@ -86,7 +115,7 @@ void Registry::begin_graph(int device, GraphPoolId id, StreamFilter filter) {
   graph->filter = std::move(filter);
   if (!graph->open) {
     graph->open = true;
-    open_graphs_.fetch_add(1);
+    count_capture(device, 1);
   }
 }
 
@@ -95,7 +124,7 @@ void Registry::end_graph(int device, GraphPoolId id) {
   if (Graph* graph = find_graph(device, id); graph != nullptr && graph->open) {
     graph->open = false;
     graph->filter = nullptr;
-    open_graphs_.fetch_sub(1);
+    count_capture(device, -1);
   }
 }
 
@@ -107,7 +136,7 @@ void Registry::release_graph(int device, GraphPoolId id) {
   }
   const std::uint64_t number = graph->number;
   if (graph->open) {
-    open_graphs_.fetch_sub(1);
+    count_capture(device, -1);
   }
   graphs_.erase(graphs_.begin() + (graph - graphs_.data()));
   lock.unlock();

@@ -35,13 +35,15 @@ class Registry {
   template <class F>
   void each(F&& call) const {
     for (const auto& slot : runtimes_) {
-      if (core::Runtime* runtime = slot.load(std::memory_order_acquire); runtime != nullptr) {
+      core::Runtime* runtime = slot.load(std::memory_order_acquire);
+      if (runtime != nullptr && !forked()) {
         call(*runtime);
       }
     }
   }
-  // Settings for devices opened from now on, and those that are open.
-  void configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit);
+  // Settings for devices opened from now on, and those that are open. False: in use, not all
+  // changed.
+  bool configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit);
 
   // In a forked child every callback does nothing.
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
@@ -65,6 +67,8 @@ class Registry {
     StreamFilter filter;
   };
   Graph* find_graph(int device, GraphPoolId id);
+  void connect_peers(int device);
+  void count_capture(int device, int change);
 
   core::RankedMutex mutex_{core::Rank::registry};
   driver::Table table_{};
@@ -76,6 +80,29 @@ class Registry {
   core::SizeClasses classes_;     // guarded by mutex_
   core::Bytes host_limit_ = core::kUnlimited;
   bool classes_set_ = false;
+};
+
+// For the scope of one call into the core. While a graph is captured, driver calls that are
+// harmless to it (mapping, event queries) are refused unless the thread says it knows what it does.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() {
+    if (Registry::get().capturing()) {
+      mode_ = driver::kCaptureModeRelaxed;
+      exchanged_ = Registry::get().table().thread_exchange_capture_mode(&mode_) == driver::kSuccess;
+    }
+  }
+  ~RelaxedCapture() {
+    if (exchanged_) {
+      Registry::get().table().thread_exchange_capture_mode(&mode_);
+    }
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_ = driver::kCaptureNone;
+  bool exchanged_ = false;
 };
 
 }  // namespace stagehand::entry

@@ -26,6 +26,7 @@ TorchApi* load() {
   api->parameter_type = leak(torch.attr("nn").attr("Parameter"));
   // A shape that no default dtype or device setting of the user changes: no storage either way.
   api->empty = leak(torch.attr("empty")(0, nb::arg("device") = "cpu"));
+  api->out_of_memory = leak(torch.attr("OutOfMemoryError"));
   api->tensor_type = leak(std::move(tensor));
   const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
   api->is_leaf = name("is_leaf");
@@ -42,8 +43,21 @@ TorchApi* load() {
 }  // namespace
 
 const TorchApi& TorchApi::get() {
-  static const TorchApi* leaked = load();
+  // Guarded by the GIL and nothing else: loading runs Python, which may give the GIL up.
+  static const TorchApi* leaked = nullptr;
+  if (leaked == nullptr) {
+    const TorchApi* made = load();
+    leaked = leaked == nullptr ? made : leaked;
+  }
   return *leaked;
+}
+
+bool TorchApi::is_tensor(PyObject* object) const {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type;
+}
+
+bool TorchApi::is_parameter(PyObject* object) const {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(parameter_type)) != 0;
 }
 
 bool TorchApi::flag(PyObject* object, PyObject* name) const {

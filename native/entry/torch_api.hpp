@@ -16,6 +16,7 @@ struct TorchApi {
 
   PyObject* tensor_type;     // torch.Tensor
   PyObject* parameter_type;  // torch.nn.Parameter
+  PyObject* out_of_memory;   // torch.OutOfMemoryError
   PyObject* empty;           // one tensor without storage, shared by every version probe
   const dlpack::ExchangeApi* exchange;
   // Interned attribute names.
@@ -28,7 +29,9 @@ struct TorchApi {
   PyObject* is_conj;
   PyObject* is_neg;
 
-  bool flag(PyObject* object, PyObject* name) const;       // attribute as a bool
+  bool is_tensor(PyObject* object) const;             // exactly a Tensor: no subclass
+  bool is_parameter(PyObject* object) const;          // or a subclass, as FSDP's flat parameter is
+  bool flag(PyObject* object, PyObject* name) const;  // attribute as a bool
   bool flag_call(PyObject* object, PyObject* name) const;  // method without arguments as a bool
   long version_of(PyObject* tensor) const;
   nb::object detached(PyObject* tensor) const;

@@ -15,30 +15,6 @@ using core::Bytes;
 using core::Runtime;
 using core::Status;
 
-// While a graph is captured, driver calls that are harmless to it (mapping, event queries) are
-// refused unless the thread says it knows what it does.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const Registry& registry) : registry_(registry) {
-    if (registry_.capturing()) {
-      mode_ = driver::kCaptureModeRelaxed;
-      exchanged_ = registry_.table().thread_exchange_capture_mode(&mode_) == driver::kSuccess;
-    }
-  }
-  ~RelaxedCapture() {
-    if (exchanged_) {
-      registry_.table().thread_exchange_capture_mode(&mode_);
-    }
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  const Registry& registry_;
-  int mode_ = driver::kCaptureNone;
-  bool exchanged_ = false;
-};
-
 void* alloc(std::ptrdiff_t size, int device, driver::Stream stream) {
   if (size <= 0) {
     return nullptr;
@@ -59,7 +35,7 @@ void* alloc(std::ptrdiff_t size, int device, driver::Stream stream) {
                                ".\nRun `python -m stagehand_alloc doctor`.");
     }
   }
-  const RelaxedCapture relaxed(registry);
+  const RelaxedCapture relaxed;
   Address address = 0;
   const auto bytes = static_cast<Bytes>(size);
   const Status status =
@@ -70,23 +46,24 @@ void* alloc(std::ptrdiff_t size, int device, driver::Stream stream) {
   return reinterpret_cast<void*>(address);
 }
 
-// Throwing from here would end the process: what is not ours is left alone.
+// Throwing from here would end the process: what is not ours is left alone, and a block that cannot
+// be put away for want of host memory is leaked.
 void free(void* pointer, std::size_t, int device, driver::Stream) noexcept {
-  Registry& registry = Registry::get();
-  Runtime* runtime = registry.find(device);
-  if (pointer != nullptr && runtime != nullptr && !registry.forked()) {
+  Runtime* runtime = Registry::get().find(device);
+  if (pointer == nullptr || runtime == nullptr) {
+    return;
+  }
+  try {
+    const RelaxedCapture relaxed;
     runtime->free(reinterpret_cast<Address>(pointer));
+  } catch (const std::exception&) {
   }
 }
 
 // torch also asks for interior pointers and for memory that is not ours.
-void record_stream(void* pointer, driver::Stream stream) noexcept {
-  Registry& registry = Registry::get();
-  if (pointer != nullptr && !registry.forked()) {
-    registry.each([&](Runtime& runtime) {
-      runtime.record_stream(reinterpret_cast<Address>(pointer), stream);
-    });
-  }
+void record_stream(void* pointer, driver::Stream stream) {
+  Registry::get().each(
+      [&](Runtime& runtime) { runtime.record_stream(reinterpret_cast<Address>(pointer), stream); });
 }
 
 void* base_allocation(void* pointer, std::size_t* size) noexcept {
@@ -107,9 +84,7 @@ void* base_allocation(void* pointer, std::size_t* size) noexcept {
 void init(int) noexcept {}  // devices open at their first allocation
 
 void empty_cache() noexcept {
-  if (!Registry::get().forked()) {
-    Registry::get().each([](Runtime& runtime) { runtime.trim(0); });
-  }
+  Registry::get().each([](Runtime& runtime) { runtime.trim(0); });
 }
 
 void memory_fraction(double fraction, int device) {

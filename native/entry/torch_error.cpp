@@ -89,22 +89,28 @@ void throw_out_of_memory(const std::string& message) {
   abi::__cxa_throw(error, symbols.type, symbols.destroy);
 }
 
-void raise_status(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
+std::string explain(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
   if (status == core::Status::stale) {
-    throw std::runtime_error(
-        "stagehand_alloc: a saved tensor was asked for after autograd had dropped it.\n"
-        "Keep the graph (retain_graph=True) for a second backward.");
+    return "stagehand_alloc: a saved tensor was asked for after autograd had dropped it.\n"
+           "Keep the graph (retain_graph=True) for a second backward.";
   }
   const std::string report = runtime.report(bytes);
   if (status == core::Status::driver_failed) {
-    throw std::runtime_error(
-        "stagehand_alloc: the CUDA driver failed while making room: " + report +
-        ".\nAn earlier error on this device is the likely cause: run with CUDA_LAUNCH_BLOCKING=1 "
-        "to find it.");
+    return "stagehand_alloc: the CUDA driver failed while making room: " + report +
+           ".\nAn earlier error on this device is the likely cause: run with "
+           "CUDA_LAUNCH_BLOCKING=1 to find it.";
   }
-  throw_out_of_memory("CUDA out of memory. stagehand_alloc: " + report +
-                      ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where "
-                      "pinned memory is short, raise `host_limit`.");
+  return "CUDA out of memory. stagehand_alloc: " + report +
+         ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where pinned "
+         "memory "
+         "is short, raise `host_limit`.";
+}
+
+void raise_status(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
+  if (status == core::Status::out_of_memory) {
+    throw_out_of_memory(explain(runtime, status, bytes));
+  }
+  throw std::runtime_error(explain(runtime, status, bytes));
 }
 
 }  // namespace stagehand::entry

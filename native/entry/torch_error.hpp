@@ -12,7 +12,10 @@ namespace stagehand::entry {
 // that names it otherwise): std::runtime_error with the same text.
 [[noreturn]] void throw_out_of_memory(const std::string& message);
 
-// The one place that turns a status of the core into an exception: `bytes` is what was asked for.
+// What a failed status of the core means to the user, in two lines: what happened, what to do.
+// `bytes` is what was asked for.
+std::string explain(core::Runtime& runtime, core::Status status, core::Bytes bytes);
+// Throws it: torch.OutOfMemoryError where memory is short, else RuntimeError.
 [[noreturn]] void raise_status(core::Runtime& runtime, core::Status status, core::Bytes bytes);
 
 }  // namespace stagehand::entry

@@ -127,6 +127,17 @@ STAGEHAND_SIM_API cuDeviceGetCount(int* count) {
   });
 }
 
+// Every simulated device reaches every other's memory.
+STAGEHAND_SIM_API cuDeviceCanAccessPeer(int* can, Device device, Device peer) {
+  return driver_call(Function::cuDeviceCanAccessPeer, [&](Gpu& machine) {
+    if (!is_device(machine, device) || !is_device(machine, peer)) {
+      return kInvalidDevice;
+    }
+    *can = device != peer ? 1 : 0;
+    return kSuccess;
+  });
+}
+
 STAGEHAND_SIM_API cuDeviceGetName(char* name, int length, Device device) {
   return driver_call(Function::cuDeviceGetName, [&](Gpu& machine) {
     if (!is_device(machine, device) || length <= 0) {

@@ -30,6 +30,7 @@ constexpr Weight kWeights[] = {
     {Op::Keep, {1, 0, 1}},         {Op::SetBudget, {1, 1, 3}},  {Op::ClearBudget, {0, 2, 1}},
     {Op::SetLimit, {0, 0, 1}},     {Op::Trim, {0, 1, 2}},       {Op::SetDebug, {0, 0, 2}},
     {Op::Pinned, {0, 0, 2}},       {Op::Fault, {2, 2, 2}},      {Op::Finish, {0, 1, 1}},
+    {Op::Steps, {1, 0, 1}},
 };
 
 Op draw_op(std::mt19937_64& random, std::size_t phase) {

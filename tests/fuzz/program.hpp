@@ -10,10 +10,13 @@
 
 namespace stagehand::fuzz {
 
+// Steps is a few training steps of equal sizes, which a plan can learn; the others are one call.
+// clang-format off
 #define STAGEHAND_FUZZ_OPS(X)                                                                     \
-  X(Allocate)                                                                                     \
-  X(Free) X(Save) X(Unpack) X(DropAlias) X(DropHandle) X(RecordStream) X(Write) X(Kernel) X(Keep) \
-      X(SetBudget) X(ClearBudget) X(SetLimit) X(Trim) X(SetDebug) X(Pinned) X(Fault) X(Finish)
+  X(Allocate) X(Free) X(Save) X(Unpack) X(DropAlias) X(DropHandle) X(RecordStream) X(Write)       \
+  X(Kernel) X(Keep) X(SetBudget) X(ClearBudget) X(SetLimit) X(Trim) X(SetDebug) X(Pinned)         \
+  X(Fault) X(Finish) X(Steps)
+// clang-format on
 
 enum class Op : std::uint8_t {
 #define STAGEHAND_FUZZ_NAME(name) name,

@@ -92,6 +92,8 @@ void Stress::execute(const Instruction& in) {
       return;
     case Op::Fault:
       return fault(in);
+    case Op::Steps:
+      return steps(in);
     case Op::Finish:
       if (const std::string wrong = contents_.finish(); !wrong.empty()) {
         broke(wrong);
@@ -224,6 +226,36 @@ void Stress::write(const Instruction& in) {
   }
 }
 
+void Stress::steps(const Instruction& in) {
+  constexpr std::size_t kRounds = 3;
+  constexpr std::size_t kLayers = 6;
+  const Bytes high = share_of(runtime_.device_bytes(), 64 + in.bytes / 2);
+  for (std::size_t round = 0; round < kRounds && broken_.empty(); ++round) {
+    const std::size_t others = handles_.size();
+    runtime_.set_budget({high, high / 4 * 3, runtime_.device_bytes(), true});
+    for (std::size_t layer = 0; layer < kLayers; ++layer) {
+      Instruction made{Op::Allocate, 0, in.stream, 0, in.more};
+      made.bytes = high / 32 * (1 + (in.more >> 4 * layer) % 8);
+      const std::size_t before = tensors_.size();
+      allocate(made);
+      if (tensors_.size() > before) {
+        save({Op::Save, 0, 1, 0, 0});  // the newest
+        free(tensors_.size() - 1);
+      }
+    }
+    runtime_.clear_budget();
+    while (handles_.size() > others) {
+      const std::size_t before = aliases_.size();
+      unpack({Op::Unpack, static_cast<std::uint32_t>(handles_.size() - 1), in.stream, 0, 1});
+      if (aliases_.size() > before) {
+        drop_alias(aliases_.size() - 1);
+      }
+      drop_handle(handles_.size() - 1);
+    }
+    verify();
+  }
+}
+
 void Stress::settings(const Instruction& in) {
   const Bytes device = runtime_.device_bytes();
   switch (in.op) {
@@ -243,11 +275,10 @@ void Stress::settings(const Instruction& in) {
     case Op::SetDebug:
       return runtime_.set_debug({in.more % 3 == 0, in.more % 2 == 0});
     case Op::Pinned:
-      return runtime_.configure_pinned(
-          runtime_.counters().pinned_used_bytes == 0 && in.more % 2 == 0
-              ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
-              : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
-          (in.more >> 8) % 48 << 20);
+      runtime_.configure_pinned(in.more % 2 == 0 ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
+                                                 : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
+                                (in.more >> 8) % 48 << 20);
+      return;
     default:
       return;
   }

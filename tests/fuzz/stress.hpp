@@ -64,6 +64,7 @@ class Stress {
   void drop_handle(std::size_t index);
   void record_stream(const Instruction& in);
   void write(const Instruction& in);
+  void steps(const Instruction& in);
   void settings(const Instruction& in);
   void fault(const Instruction& in);
   void drop_everything();

@@ -4,6 +4,7 @@
 //   test_fuzz --seed N [--ops M] [--trace] one program again, printed as it runs
 //   test_fuzz --seed N [--ops M] --shrink  the shortest program found that still fails
 //   test_fuzz --minutes X [--seed N]       program after program
+//   test_fuzz --plant R                    with stream-order rule S1 to S6 (R = 1 to 6) broken
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -87,7 +88,8 @@ struct Reach {
   bool everywhere() const {
     return sum.hits > 0 && sum.grows > 0 && sum.gathers > 0 && sum.dirty_evictions > 0 &&
            sum.clean_evictions > 0 && sum.restores > 0 && sum.prefetches > 0 &&
-           sum.pageable_copies > 0 && sum.out_of_memory > 0 && sum.overshoot_bytes > 0;
+           sum.pageable_copies > 0 && sum.out_of_memory > 0 && sum.write_backs > 0 &&
+           sum.overshoot_bytes > 0;
   }
   void print() const {
     const auto show = [](const char* name, Bytes value) {
@@ -101,6 +103,7 @@ struct Reach {
     show("restores", sum.restores);
     show("prefetches", sum.prefetches);
     show("pageable", sum.pageable_copies);
+    show("write-backs", sum.write_backs);
     show("refused", sum.out_of_memory);
     std::printf("\n");
   }
@@ -202,6 +205,8 @@ bool parse(int argc, char** argv, Options* options) {
       options->one = true;
     } else if (std::strcmp(argv[i], "--ops") == 0 && value) {
       options->ops = std::strtoull(argv[++i], nullptr, 10);
+    } else if (std::strcmp(argv[i], "--plant") == 0 && value) {
+      core::planted_rule = static_cast<core::Rule>(std::strtoul(argv[++i], nullptr, 10) % 7);
     } else if (std::strcmp(argv[i], "--minutes") == 0 && value) {
       options->minutes = std::strtod(argv[++i], nullptr);
     } else {
@@ -217,7 +222,8 @@ bool parse(int argc, char** argv, Options* options) {
 int main(int argc, char** argv) {
   stagehand::fuzz::Options options;
   if (!stagehand::fuzz::parse(argc, argv, &options)) {
-    std::fprintf(stderr, "usage: %s [--seed N] [--ops M] [--trace] [--shrink] [--minutes X]\n",
+    std::fprintf(stderr,
+                 "usage: %s [--seed N] [--ops M] [--trace] [--shrink] [--minutes X] [--plant R]\n",
                  argv[0]);
     return 2;
   }

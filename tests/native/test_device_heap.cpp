@@ -299,13 +299,15 @@ TEST("trim does not touch memory whose last use may not have passed") {
   t.verify();
 }
 
-TEST("a graph's memory serves others once the graph is gone") {
+TEST("a graph's memory goes back to the driver once the graph is gone, addresses and all") {
   Heap t;
   Arena& graph = t.arena(t.rig.stream(), 32_MiB, 5);
   t.give(t.grown(graph, 32_MiB));
   CHECK_EQ(t.heap.gather(t.arena(), 32_MiB, 0), Status::out_of_memory);
+  const std::size_t arenas = t.heap.arenas().size();
   t.heap.release_graph(5);
-  CHECK_EQ(t.heap.gather(t.arena(), 32_MiB, 0), Status::ok);
+  CHECK_EQ(t.counters.mapped, 0);
+  CHECK_EQ(t.heap.arenas().size(), arenas - 1);
   t.verify();
 }
 

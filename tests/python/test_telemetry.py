@@ -96,7 +96,8 @@ def test_counters_are_of_the_step_alone(tmp_path: Path) -> None:
     saved = [line["activations_saved"] for line in lines_of(path)]
     assert saved[0] > 0
     assert len(set(saved)) == 1
-    assert [line["plan"] for line in lines_of(path)] == ["reactive", *["followed"] * 3]
+    # The first may follow a step of an earlier pool in this process.
+    assert [line["plan"] for line in lines_of(path)][1:] == ["followed"] * 3
 
 
 @pytest.mark.usefixtures("gpu")

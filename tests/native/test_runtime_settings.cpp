@@ -1,0 +1,106 @@
+// Settings that change, and requests that cannot be, while records and copies are about.
+#include "native/core_rig.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+TEST("bytes in pageable memory survive new pinned classes") {
+  CoreRig rig({.memory = 64_MiB, .classes = {{1_MiB}, {1}}, .host_limit = 0});
+  const auto stream = rig.stream();
+  rig.budget(32_MiB, 32_MiB, 32_MiB);
+  const Held a = rig.retain(16_MiB, stream);
+  const Held b = rig.retain(12_MiB, stream);
+  rig.drop(rig.make(16_MiB, stream));
+  CHECK(!rig.resident(a));
+  CHECK(!rig.runtime->configure_pinned({{2_MiB}, {1}}, 63_MiB));
+  const Held c = rig.retain(4_MiB, stream);
+  rig.evict_all(stream);
+  for (const Held* held : {&c, &b, &a}) {
+    rig.back(*held, stream);
+  }
+  rig.verify_empty();
+  CHECK(rig.runtime->configure_pinned({{2_MiB}, {1}}, 63_MiB));
+}
+
+TEST("pinned classes do not change under a growth that is under way") {
+  CoreRig rig({.memory = 64_MiB,
+               .classes = {{1_MiB, 2_MiB, 4_MiB, 8_MiB}, {1, 1, 1, 1}},
+               .host_limit = 63_MiB});
+  const auto stream = rig.stream();
+  rig.budget(32_MiB, 32_MiB, 32_MiB);
+  const Held a = rig.retain(16_MiB, stream);
+  const Held b = rig.retain(12_MiB, stream);
+  bool changed = true;
+  interludes().host_register = [&] {
+    changed = rig.runtime->configure_pinned({{1_MiB}, {1}}, 63_MiB);
+  };
+  rig.drop(rig.make(16_MiB, stream));
+  CHECK(!changed);
+  rig.back(b, stream);
+  rig.back(a, stream);
+  rig.verify_empty();
+}
+
+TEST("a request of any size beyond the device is out of memory, and harmless") {
+  CoreRig rig;
+  const auto stream = rig.stream();
+  rig.drop(rig.make(3_MiB, stream));
+  for (int bits = 40; bits < 63; ++bits) {
+    CHECK_EQ(rig.try_allocate(Bytes{1} << bits, stream), Status::out_of_memory);
+  }
+  rig.drop(rig.make(3_MiB, stream));
+  rig.verify_empty();
+}
+
+TEST("released graphs give their addresses back") {
+  CoreRig rig({.memory = 64_MiB});
+  const auto stream = rig.stream();
+  for (std::uint64_t graph = 1; graph < 100; ++graph) {
+    rig.runtime->free(rig.allocate(4_MiB, stream, graph));
+    rig.runtime->release_graph(graph);
+  }
+  CHECK_EQ(stagehand_sim_call_count("cuMemAddressFree"), 99);
+  CHECK_EQ(rig.counters().mapped, 0);
+  rig.verify_empty();
+}
+
+TEST("a stream under capture gets no event and no wait, and its copies go without them") {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    CoreRig rig({.seed = seed});
+    const auto stream = rig.stream();
+    const auto captured = rig.stream();
+    rig.budget(64_MiB, 64_MiB);
+    const Held held = rig.retain(8_MiB, stream);
+    stagehand_sim_capture(captured, 1);
+    rig.runtime->capture(1);
+    int mode = driver::kCaptureModeRelaxed;
+    rig.driver.thread_exchange_capture_mode(&mode);
+    const Address inside = rig.allocate(4_MiB, captured, 3);
+    rig.runtime->record_stream(inside, stream);
+    rig.runtime->free(inside);
+    rig.evict_all(stream);
+    rig.back(held, stream);
+    rig.driver.thread_exchange_capture_mode(&mode);
+    rig.runtime->capture(-1);
+    stagehand_sim_capture(captured, 0);
+    rig.runtime->release_graph(3);
+    rig.verify_empty();
+  }
+}
+
+TEST("another device may reach memory mapped before and after it was named") {
+  CoreRig rig({.devices = 2});
+  const auto stream = rig.stream();
+  const Tensor before = rig.make(4_MiB, stream);
+  CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+  const Tensor after = rig.make(4_MiB, stream);
+  rig.check(before, stream);
+  rig.check(after, stream);
+  rig.drop(before);
+  rig.drop(after);
+  rig.verify_empty();
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+STAGEHAND_TEST_MAIN()
