@@ -126,7 +126,7 @@ GPU_PYTHON ?= python3
 .PHONY: gpu-build
 gpu-build:
 	cmake -S native -B build/gpu -G Ninja -DSTAGEHAND_PYTHON=ON -DSTAGEHAND_INPLACE=ON \
-	  -DPython_EXECUTABLE="$$($(GPU_PYTHON) -c 'import sys; print(sys.executable)')"
+	  -DSTAGEHAND_GPU_STRESS=ON -DPython_EXECUTABLE="$$($(GPU_PYTHON) -c 'import sys; print(sys.executable)')"
 	cmake --build build/gpu -j $(JOBS)
 
 .PHONY: gpu-test

@@ -22,8 +22,9 @@ namespace stagehand::core {
   X(pinned_used_bytes)                                                                             \
   X(pageable_bytes)                                                                                \
   X(retiring_bytes) /* peaks since the last reset */                                               \
-      X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak)                             \
-          X(live_peak)  /* live bytes with the request, at the worst overshoot: no eviction can    \
+  X(mapped_peak)                                                                                   \
+  X(occupied_peak) X(retained_peak) X(evicted_peak)                                                \
+      X(live_peak)      /* live bytes with the request, at the worst overshoot: no eviction can    \
                            hold less */                                                            \
       X(overshoot_live) /* bytes since the start */                                                \
       X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes)                         \

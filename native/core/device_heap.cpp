@@ -9,6 +9,9 @@
 namespace stagehand::core {
 
 namespace {
+constexpr Bytes kSmallReserve = 2;  // address range of an arena, in sizes of the device
+constexpr Bytes kLargeReserve = 16;
+
 driver::AllocationProp prop_for(int device) {
   driver::AllocationProp prop;
   prop.location.id = device;
@@ -47,8 +50,10 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
       return arena.get();
     }
   }
-  // Twice the device: room for memory to move while old addresses are still in use.
-  const Bytes reserve = round_up(2 * device_bytes_, granularity_);
+  // Many times the device: memory moves while old addresses are in use, and the host may be a whole
+  // step ahead of the GPU when it does.
+  const Bytes reserve =
+      round_up((key.small ? kSmallReserve : kLargeReserve) * device_bytes_, granularity_);
   driver::DevicePtr base = 0;
   if (table_.address_reserve(&base, reserve, 0, 0, 0) != driver::kSuccess) {
     return nullptr;

@@ -51,6 +51,8 @@ class DeviceHeap {
   // The graph is gone and the GPU idle: its arenas' memory may serve others.
   void release_graph(std::uint64_t graph);
 
+  // Whether addresses run out for `bytes` while old ones wait for their last use.
+  bool short_of_addresses(const Arena& arena, Bytes bytes) const;
   // Whether trimming could give anything back.
   bool has_free_piece() const;
   // Maps all memory, present and to come, for one more device.

@@ -277,6 +277,12 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
   for (const Move& move : moves) {
     retire(*move.from, move.address, move.from->pieces.at(move.address).size);
   }
+  Tick soon;  // an event close behind, so that the old addresses' last use is seen to pass
+  for (const auto& from : arenas_) {
+    if (!from->retiring.empty() && from->retiring.back()->idle_from >= from->clock.upcoming()) {
+      from->clock.record(&soon);
+    }
+  }
   Address address = place.hole->address;
   for (const Piece& piece : pieces) {
     arena.pieces.emplace(address, piece);
@@ -328,6 +334,10 @@ void DeviceHeap::sweep_retiring(Arena& arena) {
     arena.coalesce(block);
     return true;
   });
+}
+
+bool DeviceHeap::short_of_addresses(const Arena& arena, Bytes bytes) const {
+  return !arena.retiring.empty() && place_for(arena, bytes, kLargestPiece).hole == nullptr;
 }
 
 bool DeviceHeap::has_free_piece() const {

@@ -15,6 +15,7 @@ bool Runtime::evictable(const Block& block) const {
 
 Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
   bool pressed = false;  // something was evicted for this request
+  bool waited = false;   // for old addresses to come free
   bool squeeze = false;  // no new pinned memory: spread copies over whatever slabs are left
   for (;;) {
     Block* block = room_without_evicting(arena, bytes);
@@ -39,6 +40,11 @@ Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
         case Evicted::none:
           break;
       }
+    }
+    if (block == nullptr && heap_.short_of_addresses(arena, bytes) && !waited) {
+      waited = true;
+      wait_for_gpu(lock);
+      continue;
     }
     if (block == nullptr) {
       block = overshoot(arena, bytes, status);  // step 7
