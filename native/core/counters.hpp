@@ -23,10 +23,10 @@ namespace stagehand::core {
   X(pageable_bytes)                                                                                \
   X(retiring_bytes) /* peaks since the last reset */                                               \
   X(mapped_peak)                                                                                   \
-  X(occupied_peak) X(retained_peak) X(evicted_peak)                                                \
-      X(live_peak)      /* live bytes with the request, at the worst overshoot: no eviction can    \
-                           hold less */                                                            \
-      X(overshoot_live) /* bytes since the start */                                                \
+  X(occupied_peak)                                                                                 \
+  X(retained_peak) X(evicted_peak) X(live_peak) /* live bytes with the request, at the worst       \
+                                                   overshoot: no eviction can hold less */                                                                                      \
+      X(overshoot_live)                         /* bytes since the start */                        \
       X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes)                         \
           X(requested_bytes) /* events since the start */                                          \
       X(host_waits) X(clean_evictions) X(dirty_evictions) X(write_backs) X(restores) X(prefetches) \

@@ -109,7 +109,10 @@ void Runtime::record_users(Block* block) {
     } else if (clock.record(&tick) != Status::ok) {
       tick = clock.now();
     }
-    mover_->fence_block(block, tick);
+    if (mover_->fence_block(block, tick) != Status::ok) {
+      block->fence.clear();
+      block->fence.add({i, kNever});  // a leak is better than reuse that nothing orders
+    }
   }
   block->users = 0;
 }
@@ -381,7 +384,7 @@ void Runtime::release_copy(Record& record) {
 bool Runtime::keep(Address address) {
   Lock lock(mutex_);
   Block* block = heap_.find(address);
-  if (block == nullptr) {
+  if (block == nullptr || block->state != BlockState::live) {
     return false;
   }
   block->keep = true;

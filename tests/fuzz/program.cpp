@@ -4,7 +4,7 @@
 #include <array>
 #include <cmath>
 #include <random>
-#include <sstream>
+#include <string>
 
 namespace stagehand::fuzz {
 
@@ -93,11 +93,10 @@ std::vector<Instruction> generate(std::uint64_t seed, std::size_t length, const 
 }
 
 std::string print(const Instruction& instruction) {
-  std::ostringstream text;
-  text << "{Op::" << kNames[static_cast<std::size_t>(instruction.op)] << ", " << instruction.pick
-       << "u, " << instruction.stream << "u, " << instruction.bytes << ", " << instruction.more
-       << "u}";
-  return text.str();
+  const auto number = [](std::uint64_t value) { return std::to_string(value); };
+  return std::string("{Op::") + kNames[static_cast<std::size_t>(instruction.op)] + ", " +
+         number(instruction.pick) + "u, " + number(instruction.stream) + "u, " +
+         number(instruction.bytes) + ", " + number(instruction.more) + "u}";
 }
 
 }  // namespace stagehand::fuzz

@@ -44,7 +44,9 @@ Stress::~Stress() = default;  // streams stay: the runtime knows them
 
 std::string Stress::run(const std::vector<Instruction>& program) {
   for (std::size_t i = 0; i < program.size() && broken_.empty(); ++i) {
-    say("%4zu  %s", i, print(program[i]).c_str());
+    if (trace_ != nullptr) {
+      say("%4zu  %s", i, print(program[i]).c_str());
+    }
     execute(program[i]);
     verify();
     say("\n");
