@@ -9,9 +9,10 @@ gradients set to None before it, ended by a device synchronisation; there is no 
 activation memory = occupied peak without a budget - occupied at the start of a step
 high = occupied at the start + share * activation memory;   low = high - gap (1 GiB)
 
-All configurations take turns in every round (see harness.py), in an order that rotates. A turn begins
-with steps that are not timed, since the GPU lowers its clocks in the first half second of load; a
-ratio is the median over the rounds of the ratio inside a round. Writes benchmarks/results/main-job.json.
+All configurations take turns in every round (see harness.py), in an order that rotates. A turn
+begins with steps that are not timed, since the GPU lowers its clocks in the first half second of
+load; a ratio is the median over the rounds of the ratio inside a round. Writes
+benchmarks/results/main-job.json.
 """
 
 from __future__ import annotations
