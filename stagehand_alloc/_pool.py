@@ -278,5 +278,5 @@ def _configure_pinned(native: Any, config: Config) -> None:
     with _registry_lock:
         if _pinned != wanted:
             done = native.configure_pinned(*config.pinned_classes(), config.host_limit_bytes())
-            # Where tensors saved by an earlier step still use the slabs, the next entry tries again.
+            # While tensors of an earlier step use the slabs: the next entry tries again.
             _pinned = wanted if done else None

@@ -12,28 +12,25 @@
 namespace stagehand::core {
 
 // The list is the single source of the names that stats() shows.
-#define STAGEHAND_COUNTERS(X)                                                                      \
-  /* bytes now */                                                                                  \
-  X(mapped)                                                                                        \
-  X(occupied)                                                                                      \
-  X(retained)                                                                                      \
-  X(evicted)                                                                                       \
-  X(pinned_bytes)                                                                                  \
-  X(pinned_used_bytes)                                                                             \
-  X(pageable_bytes)                                                                                \
-  X(retiring_bytes) /* peaks since the last reset */                                               \
-  X(mapped_peak)                                                                                   \
-  X(occupied_peak)                                                                                 \
-  X(retained_peak) X(evicted_peak) X(live_peak) /* live bytes with the request, at the worst       \
-                                                   overshoot: no eviction can hold less */                                                                                      \
-      X(overshoot_live)                         /* bytes since the start */                        \
-      X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes)                         \
-          X(requested_bytes) /* events since the start */                                          \
-      X(host_waits) X(clean_evictions) X(dirty_evictions) X(write_backs) X(restores) X(prefetches) \
-          X(prefetch_hits) X(prefetch_lates) X(alias_hits) X(activations_saved) X(allocations)     \
-              X(frees) X(hits) X(grows) X(gathers) X(pool_hits) X(pool_misses) X(pageable_copies)  \
-                  X(out_of_memory) X(stall_ns) X(stall_count) /* counts now */                     \
-      X(records) X(handles) X(aliases)
+// clang-format off
+#define STAGEHAND_COUNTERS(X)                                                                   \
+  /* bytes now */                                                                               \
+  X(mapped) X(occupied) X(retained) X(evicted) X(pinned_bytes) X(pinned_used_bytes)             \
+  X(pageable_bytes) X(retiring_bytes)                                                           \
+  /* peaks since the last reset */                                                              \
+  X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak) X(live_peak)                 \
+  /* live bytes with the request, at the worst overshoot: no eviction can hold less */          \
+  X(overshoot_live)                                                                             \
+  /* bytes since the start */                                                                   \
+  X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes) X(requested_bytes)       \
+  /* events since the start */                                                                  \
+  X(host_waits) X(clean_evictions) X(dirty_evictions) X(write_backs) X(restores) X(prefetches)  \
+  X(prefetch_hits) X(prefetch_lates) X(alias_hits) X(activations_saved) X(allocations) X(frees) \
+  X(hits) X(grows) X(gathers) X(pool_hits) X(pool_misses) X(pageable_copies) X(out_of_memory)   \
+  X(stall_ns) X(stall_count)                                                                    \
+  /* counts now */                                                                              \
+  X(records) X(handles) X(aliases)
+// clang-format on
 
 struct Counters {
 #define STAGEHAND_FIELD(name) Bytes name = 0;
