@@ -9,9 +9,6 @@
 namespace stagehand::core {
 
 namespace {
-constexpr Bytes kSmallReserve = 2;  // address range of an arena, in sizes of the device
-constexpr Bytes kLargeReserve = 16;
-
 driver::AllocationProp prop_for(int device) {
   driver::AllocationProp prop;
   prop.location.id = device;
@@ -50,13 +47,15 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
       return arena.get();
     }
   }
-  // Many times the device: memory moves while old addresses are in use, and the host may be a whole
-  // step ahead of the GPU when it does.
-  const Bytes reserve =
-      round_up((key.small ? kSmallReserve : kLargeReserve) * device_bytes_, granularity_);
+  // More than the device: memory moves while old addresses are in use. A process may have a hundred
+  // streams and 128 TiB of addresses in all: take less where there is no more.
+  Bytes reserve = round_up((key.small ? 1 : 4) * device_bytes_, granularity_);
   driver::DevicePtr base = 0;
-  if (table_.address_reserve(&base, reserve, 0, 0, 0) != driver::kSuccess) {
-    return nullptr;
+  while (table_.address_reserve(&base, reserve, 0, 0, 0) != driver::kSuccess) {
+    reserve = round_up(reserve / 2, granularity_);
+    if (reserve < device_bytes_ / 8) {
+      return nullptr;
+    }
   }
   try {
     arenas_.push_back(std::make_unique<Arena>(key, clocks_.of(stream), nodes_, base, reserve));
