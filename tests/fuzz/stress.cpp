@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdarg>
+#include <map>
 #include <utility>
 
 namespace stagehand::fuzz {
@@ -31,13 +32,17 @@ Bytes share_of(Bytes whole, Bytes share) { return whole / 1024 * share; }
 Stress::Stress(const driver::Table& table, core::Runtime& runtime, Contents& contents,
                std::FILE* trace)
     : table_(table), runtime_(runtime), contents_(contents), trace_(trace) {
-  for (std::size_t i = 0; i < kStreams; ++i) {
+  // One set of streams a runtime, as a process has: each costs an address range for good.
+  static std::map<const core::Runtime*, std::vector<driver::Stream>> made;
+  std::vector<driver::Stream>& streams = made[&runtime];
+  while (streams.size() < kStreams) {
     driver::Stream stream = nullptr;
     if (table_.stream_create(&stream, driver::kStreamNonBlocking, 0) != driver::kSuccess) {
       broke("a stream could not be made");
     }
-    streams_.push_back(stream);
+    streams.push_back(stream);
   }
+  streams_ = streams;
 }
 
 Stress::~Stress() = default;  // streams stay: the runtime knows them

@@ -427,7 +427,7 @@ TEST("O4: an old address that cannot be unmapped yet is kept and tried again") {
 
 TEST("O4: an arena whose addresses cannot be reserved does not exist, until they can be") {
   Heap t;
-  stagehand_sim_fail("cuMemAddressReserve", 1, 6, driver::kOutOfMemory);  // and at every smaller try
+  stagehand_sim_fail("cuMemAddressReserve", 1, 6, driver::kOutOfMemory);  // all smaller tries too
   CHECK(t.heap.arena_for(t.stream, 2_MiB, 0) == nullptr);
   CHECK(t.heap.arena_for(t.stream, 2_MiB, 0) != nullptr);
   t.verify();
