@@ -81,11 +81,7 @@ Block* DeviceHeap::find(Address address) const {
 }
 
 Block* DeviceHeap::cut(Arena& arena, Block* block, Bytes bytes) {
-  if (block->size == bytes) {
-    return block;
-  }
-  Block* front = arena.split_front(block, bytes);
-  return front;
+  return block->size == bytes ? block : arena.split_front(block, bytes);
 }
 
 Block* DeviceHeap::take(Arena& arena, Bytes bytes) {

@@ -213,17 +213,23 @@ std::string Runtime::report(Bytes bytes) {
       evictable_bytes += r->block->size;
     }
   }
+  std::size_t driver_free = 0;
+  std::size_t driver_total = 0;
+  const driver::ContextGuard guard(table_, context_);
+  table_.mem_get_info(&driver_free, &driver_total);
   const auto mib = [](Bytes value) { return static_cast<double>(value) / (1 << 20); };
-  char text[640];
+  char text[768];
   std::snprintf(
       text, sizeof(text),
       "asked for %.2f MiB on device %d; mapped %.2f MiB, occupied %.2f MiB (retained %.2f MiB), "
-      "evicted %.2f MiB; high %.2f MiB, limit %.2f MiB. Of the saved activations still on the GPU, "
+      "evicted %.2f MiB; high %.2f MiB, limit %.2f MiB; the driver has %.2f MiB free. Of the saved "
+      "activations still on the GPU, "
       "%.2f MiB are in use by torch, %.2f MiB by backward, and %.2f MiB could not be moved to the "
       "host (pinned %.2f MiB, in use %.2f MiB)",
       mib(bytes), device_, mib(counters_.mapped), mib(counters_.occupied), mib(counters_.retained),
-      mib(counters_.evicted), mib(budget_.high), mib(budget_.limit), mib(in_use), mib(aliased),
-      mib(evictable_bytes), mib(counters_.pinned_bytes), mib(counters_.pinned_used_bytes));
+      mib(counters_.evicted), mib(budget_.high), mib(budget_.limit), mib(driver_free), mib(in_use),
+      mib(aliased), mib(evictable_bytes), mib(counters_.pinned_bytes),
+      mib(counters_.pinned_used_bytes));
   return text;
 }
 

@@ -24,6 +24,8 @@ class Contents {
   // Makes driver calls fail, where that is possible; the simulator's fail() says how.
   virtual void fault(const char* /*symbol*/, std::uint64_t /*nth*/, int /*result*/) {}
   virtual void end_faults() {}
+  // What the driver may take for itself while a program runs.
+  virtual core::Bytes driver_slack() const { return 0; }
 };
 
 }  // namespace stagehand::fuzz

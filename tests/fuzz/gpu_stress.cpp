@@ -67,6 +67,7 @@ class GpuContents : public Contents {
     return wrong_;
   }
   std::string seen() override { return wrong_; }
+  Bytes driver_slack() const override { return Bytes{256} << 20; }
 
  private:
   static constexpr Bytes kStretch = 256;

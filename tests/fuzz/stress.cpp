@@ -43,6 +43,7 @@ Stress::Stress(const driver::Table& table, core::Runtime& runtime, Contents& con
     streams.push_back(stream);
   }
   streams_ = streams;
+  whole_ = driver_bytes();
 }
 
 Stress::~Stress() = default;  // streams stay: the runtime knows them
@@ -350,9 +351,22 @@ void Stress::refused(Status status, Bytes bytes) {
   }
 }
 
+// The driver's own word on what we hold: free there and mapped here, together.
+Bytes Stress::driver_bytes() const {
+  std::size_t free_bytes = 0;
+  std::size_t total = 0;
+  table_.mem_get_info(&free_bytes, &total);
+  return free_bytes + runtime_.counters().mapped;
+}
+
 void Stress::verify() {
   if (!broken_.empty()) {
     return;
+  }
+  const Bytes whole = driver_bytes();
+  if (!faulty_ && (whole + contents_.driver_slack() < whole_)) {
+    broke("memory is lost: the driver has " + std::to_string(whole_ - whole) +
+          " bytes less than what is free and what is mapped");
   }
   if (const std::string what = runtime_.invariants_broken(); !what.empty()) {
     broke(what);
@@ -369,6 +383,7 @@ void Stress::verify() {
 void Stress::drop_everything() {
   contents_.end_faults();
   faulty_ = false;
+  whole_ = driver_bytes();  // a release that failed is lost
   runtime_.set_debug({});
   while (!aliases_.empty()) {
     drop_alias(0);

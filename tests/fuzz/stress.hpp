@@ -75,6 +75,7 @@ class Stress {
   void refused(core::Status status, core::Bytes bytes);
   void verify();
   void verify_empty();
+  core::Bytes driver_bytes() const;
   void say(const char* format, ...) __attribute__((format(printf, 2, 3)));
   void broke(const std::string& what);
 
@@ -87,7 +88,8 @@ class Stress {
   std::vector<Handle> handles_;
   std::vector<Alias> aliases_;
   std::uint64_t seeds_ = 0;
-  bool faulty_ = false;  // a fault was planted: requests may fail
+  core::Bytes whole_ = 0;  // what the driver has free and we have mapped, at the start
+  bool faulty_ = false;    // a fault was planted: requests may fail
   std::string broken_;
 };
 
