@@ -189,7 +189,7 @@ void Stress::unpack(const Instruction& in) {
   order(handle.stream, consumer);
   const core::Unpacked again = runtime_.unpack(handle.record, handle.offset, streams_[consumer]);
   if (again.status != Status::ok) {
-    return refused(again.status, handle.view.bytes);
+    return refused(again.status, runtime_.bytes_of(handle.record));  // the whole storage comes back
   }
   say("  record %u.%u at %llx", handle.record.index, handle.record.generation,
       static_cast<unsigned long long>(again.address));
