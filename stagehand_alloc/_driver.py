@@ -160,11 +160,20 @@ def _initialise() -> int:
 
 
 def _address(symbol: str, version: int) -> int:
-    """Where the driver keeps ``symbol``, in the form CUDA 12.0 knows."""
+    """Where a driver of ``version`` keeps ``symbol``; 0 where it lacks an optional one.
+
+    Each is asked for in one form: that of CUDA 12.0, or of the version an optional one came with.
+    An older driver is not asked for those: it might know them with other parameters.
+    """
+    since = native().optional_driver_symbols().get(symbol)
+    if since is not None and version < since:
+        return 0
     result, address, *_ = _bindings().cuGetProcAddress(
-        symbol.encode(), MINIMUM_VERSION, _LEGACY_STREAM
+        symbol.encode(), since or MINIMUM_VERSION, _LEGACY_STREAM
     )
     if int(result) != 0 or not address:
+        if since is not None:
+            return 0
         raise DriverTooOldError(
             f"The driver (CUDA {_dotted(version)}) has no function {symbol}.", _UPDATE
         )

@@ -13,9 +13,22 @@
 //    later on one stream sees what earlier work on that stream wrote, through either address.
 //  * Events may be recorded again while waits on the earlier record are still queued: a wait takes
 //    the state at the call.
+//  * stream_wait_value64 holds back what is queued later on its stream, and nothing else, until the
+//    64-bit word at `address` is at least `value` (kWaitValueGeq: counted round, so
+//    int64(word - value) >= 0). The word is in registered host memory, at a multiple of 8; its host
+//    address is its device address. Whoever waits for such a stream waits for the word, so the word
+//    only grows, and it is raised by a thread that waits for nothing. It orders nothing that the
+//    driver knows of: what must come before something on another stream still needs an event.
+//  * memcpy_batch_async queues copies as one piece of work of a stream: after what is earlier,
+//  before
+//    what is later, but in any order among themselves, so no two of them touch the same bytes but
+//    to read. Each moves between device memory and registered host memory. `attributes` says how:
+//    one CopyAttributes and the index 0 are right for all. Not for the legacy default stream.
+//  * Functions of STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS are null where the driver lacks them.
 //
 // Filled by stagehand_alloc._driver through cuda-python (cuGetProcAddress) in the order of
-// STAGEHAND_DRIVER_FUNCTIONS; the simulated GPU (native/sim) is another library with these symbols.
+// STAGEHAND_DRIVER_FUNCTIONS and then STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS; the simulated GPU
+// (native/sim) is another library with these symbols.
 #pragma once
 
 #include <cstddef>
@@ -37,12 +50,14 @@ inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNotReady = 600;
 
 inline constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kWaitValueGeq = 0;          // CU_STREAM_WAIT_VALUE_GEQ
 inline constexpr unsigned kEventDisableTiming = 2;    // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kHostRegisterPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr int kCaptureNone = 0;                // CU_STREAM_CAPTURE_STATUS_NONE
 inline constexpr int kCaptureModeRelaxed = 2;         // CU_STREAM_CAPTURE_MODE_RELAXED
 
-// CUmemLocation, CUmemAllocationProp, CUmemAccessDesc: laid out as cuda.h lays them out.
+// CUmemLocation, CUmemAllocationProp, CUmemAccessDesc, CUmemcpyAttributes: laid out as cuda.h lays
+// them out.
 struct MemLocation {
   int type = 1;  // CU_MEM_LOCATION_TYPE_DEVICE
   int id = 0;
@@ -65,6 +80,13 @@ struct AccessDesc {
   int flags = 3;  // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 };
 static_assert(sizeof(AccessDesc) == 12);
+struct CopyAttributes {
+  int source_order = 1;           // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+  MemLocation source_hint{0, 0};  // CU_MEM_LOCATION_TYPE_INVALID: hints are for managed memory
+  MemLocation destination_hint{0, 0};
+  unsigned flags = 0;
+};
+static_assert(sizeof(CopyAttributes) == 24);
 
 // X(return-less signature): name in the table, symbol asked of cuGetProcAddress, parameters.
 // clang-format off
@@ -92,6 +114,7 @@ static_assert(sizeof(AccessDesc) == 12);
   X(stream_destroy,        cuStreamDestroy,       (Stream stream))                                 \
   X(stream_wait_event,     cuStreamWaitEvent,     (Stream stream, Event event, unsigned flags))    \
   X(stream_synchronize,    cuStreamSynchronize,   (Stream stream)) /* W */                         \
+  X(stream_wait_value64,   cuStreamWaitValue64,   (Stream stream, DevicePtr address, std::uint64_t value, unsigned flags)) \
   X(stream_is_capturing,   cuStreamIsCapturing,   (Stream stream, int* status))                    \
   X(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                  \
   X(event_create,          cuEventCreate,         (Event* event, unsigned flags)) /* C */          \
@@ -102,19 +125,41 @@ static_assert(sizeof(AccessDesc) == 12);
   X(event_elapsed_time,    cuEventElapsedTime,    (float* milliseconds, Event start, Event end))   \
   X(host_register,         cuMemHostRegister,     (void* host, std::size_t bytes, unsigned flags)) /* C, W */ \
   X(host_unregister,       cuMemHostUnregister,   (void* host)) /* C, W */
+
+// Those an older driver may lack: also the CUDA version whose form of it this is.
+#define STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(X)                                                     \
+  X(memcpy_batch_async,    cuMemcpyBatchAsync,    (DevicePtr* destinations, DevicePtr* sources, std::size_t* sizes, std::size_t count, CopyAttributes* attributes, std::size_t* attribute_starts, std::size_t attribute_count, Stream stream), 13000)
 // clang-format on
 
 struct Table {
 #define STAGEHAND_DECLARE(name, symbol, parameters) Result(*name) parameters = nullptr;
+#define STAGEHAND_DECLARE_OPTIONAL(name, symbol, parameters, version) \
+  Result(*name) parameters = nullptr;
   STAGEHAND_DRIVER_FUNCTIONS(STAGEHAND_DECLARE)
+  STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_DECLARE_OPTIONAL)
 #undef STAGEHAND_DECLARE
+#undef STAGEHAND_DECLARE_OPTIONAL
 };
 
 // The symbols in table order, for whoever fills the table.
 inline constexpr const char* kSymbols[] = {
 #define STAGEHAND_NAME(name, symbol, parameters) #symbol,
+#define STAGEHAND_NAME_OPTIONAL(name, symbol, parameters, version) #symbol,
     STAGEHAND_DRIVER_FUNCTIONS(STAGEHAND_NAME)
+        STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_NAME_OPTIONAL)
 #undef STAGEHAND_NAME
+#undef STAGEHAND_NAME_OPTIONAL
+};
+// The optional ones among them, and the version to ask each for: not of an older driver, which
+// would answer with an older form of it.
+struct OptionalSymbol {
+  const char* symbol;
+  int version;
+};
+inline constexpr OptionalSymbol kOptionalSymbols[] = {
+#define STAGEHAND_OPTIONAL(name, symbol, parameters, version) {#symbol, version},
+    STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_OPTIONAL)
+#undef STAGEHAND_OPTIONAL
 };
 inline constexpr std::size_t kFunctionCount = sizeof(kSymbols) / sizeof(kSymbols[0]);
 static_assert(sizeof(Table) == kFunctionCount * sizeof(void*));

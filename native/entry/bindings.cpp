@@ -1,7 +1,10 @@
 // The extension module stagehand_alloc._native, as stagehand_alloc/_native.pyi types it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <map>
 
 #include "entry/hooks.hpp"
 #include "entry/registry.hpp"
@@ -114,6 +117,13 @@ NB_MODULE(_native, module) {
 
   module.def("driver_symbols", [] {
     return std::vector<std::string>(std::begin(driver::kSymbols), std::end(driver::kSymbols));
+  });
+  module.def("optional_driver_symbols", [] {
+    std::map<std::string, int> versions;
+    for (const driver::OptionalSymbol& optional : driver::kOptionalSymbols) {
+      versions.emplace(optional.symbol, optional.version);
+    }
+    return versions;
   });
   module.def("install_driver", &install_driver, "addresses"_a);
   module.def("entry_points", &entry_point_dict);

@@ -39,11 +39,14 @@ namespace stagehand::sim {
 enum class Function : unsigned {
 #define STAGEHAND_SIM_NUMBER(name, symbol, parameters) symbol,
 #define STAGEHAND_SIM_EXTRA_NUMBER(symbol, parameters) symbol,
+#define STAGEHAND_SIM_OPTIONAL_NUMBER(name, symbol, parameters, version) symbol,
   STAGEHAND_DRIVER_FUNCTIONS(STAGEHAND_SIM_NUMBER)
-      STAGEHAND_SIM_EXTRA_FUNCTIONS(STAGEHAND_SIM_EXTRA_NUMBER)
+      STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_SIM_OPTIONAL_NUMBER)
+          STAGEHAND_SIM_EXTRA_FUNCTIONS(STAGEHAND_SIM_EXTRA_NUMBER)
 #undef STAGEHAND_SIM_NUMBER
+#undef STAGEHAND_SIM_OPTIONAL_NUMBER
 #undef STAGEHAND_SIM_EXTRA_NUMBER
-          kCount
+              kCount
 };
 inline constexpr std::size_t kFunctions = static_cast<std::size_t>(Function::kCount);
 
@@ -54,9 +57,13 @@ void* address_of(Function function);
 
 #define STAGEHAND_SIM_DECLARE(name, symbol, parameters) STAGEHAND_SIM_API symbol parameters;
 #define STAGEHAND_SIM_DECLARE_EXTRA(symbol, parameters) STAGEHAND_SIM_API symbol parameters;
+#define STAGEHAND_SIM_DECLARE_OPTIONAL(name, symbol, parameters, version) \
+  STAGEHAND_SIM_API symbol parameters;
 STAGEHAND_DRIVER_FUNCTIONS(STAGEHAND_SIM_DECLARE)
+STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_SIM_DECLARE_OPTIONAL)
 STAGEHAND_SIM_EXTRA_FUNCTIONS(STAGEHAND_SIM_DECLARE_EXTRA)
 #undef STAGEHAND_SIM_DECLARE
+#undef STAGEHAND_SIM_DECLARE_OPTIONAL
 #undef STAGEHAND_SIM_DECLARE_EXTRA
 
 }  // namespace stagehand::sim

@@ -42,7 +42,8 @@ enum class OpKind : std::uint8_t {
   kFill,
   kCheck,
   kRecord,
-  kWait
+  kWait,
+  kWaitValue
 };
 
 const char* op_name(OpKind kind);

@@ -11,6 +11,7 @@ namespace stagehand::sim {
 using driver::AccessDesc;
 using driver::AllocationProp;
 using driver::Context;
+using driver::CopyAttributes;
 using driver::Device;
 using driver::DevicePtr;
 using driver::Event;
@@ -29,10 +30,13 @@ inline constexpr Result kNotFound = 500;
 inline constexpr Result kNotReady = driver::kNotReady;
 inline constexpr Result kHostMemoryAlreadyRegistered = 712;
 inline constexpr Result kHostMemoryNotRegistered = 713;
+inline constexpr Result kLaunchTimeout = 702;
 inline constexpr Result kCaptureUnsupported = 900;
 inline constexpr Result kCaptureIsolation = 905;
 inline constexpr Result kCapturedEvent = 907;
 inline constexpr Result kUnknown = 999;
+// Never leaves the simulator: the call waits for a stream that a value of the host's holds back.
+inline constexpr Result kHeld = -1;
 
 inline constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;
 inline constexpr int kHostSpace = -1;  // a Piece of host memory; devices are 0, 1, ...

@@ -22,11 +22,13 @@ namespace {
 template <typename Body>
 auto control(Body body) {
   const std::lock_guard<std::mutex> lock(stagehand::sim::gpu_mutex());
+  stagehand::sim::gpu().scheduler.look_at_values();
   return body(stagehand::sim::gpu());
 }
 
 Result submit(void* handle, Op op, const std::vector<Touch>& touches) {
-  return control([&](Gpu& machine) {
+  std::unique_lock<std::mutex> lock(stagehand::sim::gpu_mutex());
+  return stagehand::sim::queue_and_settle(lock, [&](Gpu& machine) {
     StreamState* stream = nullptr;
     const Result found = machine.find_stream(handle, "a kernel", &stream);
     return found != stagehand::sim::kSuccess ? found
@@ -104,7 +106,8 @@ void stagehand_sim_host_access(const void* address, uint64_t bytes, int is_write
 }
 
 void stagehand_sim_drain() {
-  control([](Gpu& machine) { machine.drain(); });
+  std::unique_lock<std::mutex> lock(stagehand::sim::gpu_mutex());
+  stagehand::sim::until_not_held(lock, [](Gpu& machine) { return machine.drain(); });
 }
 
 uint64_t stagehand_sim_step(uint64_t steps) {

@@ -24,6 +24,8 @@ typedef void (*stagehand_sim_callback)(void* user);
 inline constexpr unsigned STAGEHAND_SIM_HOST_SYNCHRONOUS = 1;
 // Fresh device memory reads as zeros instead of poison: for large sparse devices.
 inline constexpr unsigned STAGEHAND_SIM_NO_POISON = 2;
+// The driver is of CUDA 12.0: it lacks what is optional in driver/driver.hpp.
+inline constexpr unsigned STAGEHAND_SIM_OLD_DRIVER = 4;
 
 // Kinds of hazard. 0 asks for all of them.
 inline constexpr int STAGEHAND_SIM_ALL = 0;
@@ -71,7 +73,8 @@ STAGEHAND_SIM_EXPORT void stagehand_sim_host_access(const void* address, uint64_
                                                     int is_write);
 
 // Progress and time.
-STAGEHAND_SIM_EXPORT void stagehand_sim_drain(void);  // all work finishes, and the host knows
+// All work finishes, and the host knows. Waits half a minute for values that hold work back.
+STAGEHAND_SIM_EXPORT void stagehand_sim_drain(void);
 STAGEHAND_SIM_EXPORT uint64_t stagehand_sim_step(uint64_t steps);  // random steps; how many ran
 STAGEHAND_SIM_EXPORT uint64_t stagehand_sim_queued(void);          // operations not yet complete
 STAGEHAND_SIM_EXPORT uint64_t stagehand_sim_clock_ns(void);        // virtual time of the host

@@ -60,7 +60,9 @@ int attribute_value(int attribute) {
       return 132;
     case 19:   // can map host memory
     case 41:   // unified addressing
+    case 91:   // registered host memory has one address for both
     case 102:  // virtual memory management
+    case 122:  // 64-bit waits for values
       return 1;
     case 40:  // async engines
       return 2;
@@ -271,8 +273,7 @@ STAGEHAND_SIM_API cuCtxSynchronize() {
     if (const Result unsafe = machine.unsafe_in_capture("cuCtxSynchronize"); unsafe != kSuccess) {
       return unsafe;
     }
-    machine.count_wait(machine.scheduler.finish_device(device));
-    return kSuccess;
+    return machine.waited(machine.scheduler.finish_device(device));
   });
 }
 

@@ -114,8 +114,8 @@ STAGEHAND_SIM_API cuMemFree(DevicePtr address) {
     if (address == 0) {
       return kSuccess;
     }
-    machine.count_wait(machine.scheduler.finish_device(device));
-    return machine.memory.free_allocation(address);
+    const Result done = machine.waited(machine.scheduler.finish_device(device));
+    return done == kSuccess ? machine.memory.free_allocation(address) : done;
   });
 }
 

@@ -30,6 +30,22 @@ Result event_call(Function function, Event handle, Body body) {
   });
 }
 
+// One of each batch's attributes, as cuda.h has them; what they say changes nothing here.
+bool attributes_fit(std::size_t count, const CopyAttributes* attributes, const std::size_t* starts,
+                    std::size_t attribute_count) {
+  constexpr int kLastOrder = 3;
+  if (attributes == nullptr || starts == nullptr || attribute_count == 0 || starts[0] != 0) {
+    return false;
+  }
+  for (std::size_t i = 0; i < attribute_count; ++i) {
+    const bool in_order = starts[i] < count && (i == 0 || starts[i] > starts[i - 1]);
+    if (!in_order || attributes[i].source_order < 1 || attributes[i].source_order > kLastOrder) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Op copy_op(OpKind kind, std::size_t bytes) {
   Op op;
   op.kind = kind;
@@ -110,10 +126,7 @@ STAGEHAND_SIM_API cuStreamWaitEvent(Stream handle, Event event_handle, unsigned 
 STAGEHAND_SIM_API cuStreamSynchronize(Stream handle) {
   return stream_call(Function::cuStreamSynchronize, handle, [&](Gpu& machine, StreamState& stream) {
     const Result allowed = may_ask(machine, stream, "cuStreamSynchronize");
-    if (allowed == kSuccess) {
-      machine.count_wait(machine.scheduler.finish(stream));
-    }
-    return allowed;
+    return allowed == kSuccess ? machine.waited(machine.scheduler.finish(stream)) : allowed;
   });
 }
 
@@ -196,10 +209,9 @@ STAGEHAND_SIM_API cuEventQuery(Event handle) {
 STAGEHAND_SIM_API cuEventSynchronize(Event handle) {
   return event_call(Function::cuEventSynchronize, handle, [&](Gpu& machine, EventState& event) {
     const Result allowed = may_ask(machine, event, "cuEventSynchronize");
-    if (allowed == kSuccess && event.last != nullptr) {
-      machine.count_wait(machine.scheduler.finish(event.last));
-    }
-    return allowed;
+    return allowed == kSuccess && event.last != nullptr
+               ? machine.waited(machine.scheduler.finish(event.last))
+               : allowed;
   });
 }
 
@@ -227,17 +239,20 @@ STAGEHAND_SIM_API cuEventElapsedTime(float* milliseconds, Event start_handle, Ev
 // To pageable memory the call returns when the copy is complete: a host wait.
 STAGEHAND_SIM_API cuMemcpyDtoHAsync(void* host, DevicePtr device, std::size_t bytes,
                                     Stream handle) {
+  bool queued = false;
   return stream_call(Function::cuMemcpyDtoHAsync, handle, [&](Gpu& machine, StreamState& stream) {
     if (bytes == 0) {
       return kSuccess;
     }
     const Range to{number(host), bytes};
-    const Result result =
-        machine.submit(stream, copy_op(OpKind::kD2H, bytes), {{to, true}, {{device, bytes}}});
-    if (result == kSuccess && !machine.memory.pinned(to)) {
-      machine.count_wait(machine.scheduler.finish(stream));
+    Result result = kSuccess;
+    if (!std::exchange(queued, true)) {
+      result =
+          machine.submit(stream, copy_op(OpKind::kD2H, bytes), {{to, true}, {{device, bytes}}});
     }
-    return result;
+    return result == kSuccess && !machine.memory.pinned(to)
+               ? machine.waited(machine.scheduler.finish(stream))
+               : result;
   });
 }
 
@@ -269,6 +284,55 @@ STAGEHAND_SIM_API cuMemcpyDtoDAsync(DevicePtr to, DevicePtr from, std::size_t by
   });
 }
 
+// The copies run one after another, in an order that the seed chooses; the call is paid for once.
+STAGEHAND_SIM_API cuMemcpyBatchAsync(DevicePtr* destinations, DevicePtr* sources,
+                                     std::size_t* sizes, std::size_t count,
+                                     CopyAttributes* attributes, std::size_t* attribute_starts,
+                                     std::size_t attribute_count, Stream handle) {
+  return stream_call(Function::cuMemcpyBatchAsync, handle, [&](Gpu& machine, StreamState& stream) {
+    if (stream.handle == nullptr || count == 0 ||
+        !attributes_fit(count, attributes, attribute_starts, attribute_count)) {
+      return kInvalidValue;
+    }
+    std::vector<Work> batch;
+    for (std::size_t i = 0; i < count; ++i) {
+      const Range to{destinations[i], sizes[i]};
+      const Range from{sources[i], sizes[i]};
+      const bool to_device = machine.memory.is_device(to.address);
+      const bool from_device = machine.memory.is_device(from.address);
+      const bool reachable =
+          (to_device || machine.memory.pinned(to)) && (from_device || machine.memory.pinned(from));
+      if (sizes[i] == 0 || !reachable || (!to_device && !from_device)) {
+        return kInvalidValue;
+      }
+      const OpKind kind = !to_device ? OpKind::kD2H : !from_device ? OpKind::kH2D : OpKind::kD2D;
+      batch.push_back({copy_op(kind, sizes[i]), {{to, true}, {from}}});
+    }
+    for (std::size_t left = batch.size(); left > 1; --left) {
+      std::swap(batch[left - 1], batch[machine.scheduler.draw(left)]);
+    }
+    for (std::size_t i = 1; i < batch.size(); ++i) {
+      batch[i].op.cost_paid = true;
+    }
+    return machine.submit_batch(stream, std::move(batch));
+  });
+}
+
+STAGEHAND_SIM_API cuStreamWaitValue64(Stream handle, DevicePtr address, std::uint64_t value,
+                                      unsigned flags) {
+  return stream_call(Function::cuStreamWaitValue64, handle, [&](Gpu& machine, StreamState& stream) {
+    const Range word{address, sizeof(std::uint64_t)};
+    if (flags != driver::kWaitValueGeq || address % sizeof(std::uint64_t) != 0 ||
+        !machine.memory.pinned(word)) {
+      return kInvalidValue;
+    }
+    Op op;
+    op.kind = OpKind::kWaitValue;
+    op.held_by = {reinterpret_cast<const std::uint64_t*>(address), value};
+    return machine.submit(stream, std::move(op), {{word}});
+  });
+}
+
 STAGEHAND_SIM_API cuMemsetD8Async(DevicePtr device, unsigned char value, std::size_t bytes,
                                   Stream handle) {
   return stream_call(Function::cuMemsetD8Async, handle, [&](Gpu& machine, StreamState& stream) {
@@ -284,5 +348,7 @@ STAGEHAND_SIM_ALIAS(cuEventElapsedTime, cuEventElapsedTime_v2)
 STAGEHAND_SIM_ALIAS(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)
 STAGEHAND_SIM_ALIAS(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)
 STAGEHAND_SIM_ALIAS(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2)
+STAGEHAND_SIM_ALIAS(cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2)
+STAGEHAND_SIM_ALIAS(cuStreamWaitValue64, cuStreamWaitValue64_v2)
 
 }  // namespace stagehand::sim

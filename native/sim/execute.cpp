@@ -119,6 +119,7 @@ std::uint64_t execute_piece(Op& op, Random& random) {
       break;
     case OpKind::kRecord:
     case OpKind::kWait:
+    case OpKind::kWaitValue:
       break;
   }
   op.done_bytes += bytes;

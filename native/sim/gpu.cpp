@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <string>
 #include <type_traits>
 
@@ -41,7 +42,8 @@ Gpu::Gpu(const Settings& with)
     : settings(with),
       scheduler(scheduler_settings(with)),
       memory(memory_settings(with), log, history, scheduler.host()),
-      generation(++generations) {}
+      generation(++generations),
+      driver_version((with.flags & STAGEHAND_SIM_OLD_DRIVER) != 0 ? 12000 : 13000) {}
 
 Gpu::~Gpu() {
   for (const auto& [host, bytes] : host_allocations) {
@@ -141,28 +143,44 @@ bool Gpu::resolve(const Touch& touch, std::vector<Piece>* pieces) {
   return true;
 }
 
-Result Gpu::submit(StreamState& stream, Op op, const std::vector<Touch>& touches) {
-  for (const Touch& touch : touches) {
-    if (!resolve(touch, touch.write ? &op.to : &op.from)) {
-      log.add(STAGEHAND_SIM_UNMAPPED, std::string("unmapped: ") + op_name(op.kind) + " on stream " +
-                                          std::to_string(stream.slot) +
-                                          (touch.write ? " writes " : " reads ") +
-                                          range_text(touch.range) + ", which it may not touch");
-      return kInvalidValue;
+Result Gpu::submit(StreamState& stream, Op op, std::vector<Touch> touches) {
+  std::vector<Work> one;
+  one.push_back({std::move(op), std::move(touches)});
+  return submit_batch(stream, std::move(one));
+}
+
+Result Gpu::submit_batch(StreamState& stream, std::vector<Work> batch) {
+  for (auto& [op, touches] : batch) {
+    for (const Touch& touch : touches) {
+      if (!resolve(touch, touch.write ? &op.to : &op.from)) {
+        log.add(STAGEHAND_SIM_UNMAPPED, std::string("unmapped: ") + op_name(op.kind) +
+                                            " on stream " + std::to_string(stream.slot) +
+                                            (touch.write ? " writes " : " reads ") +
+                                            range_text(touch.range) + ", which it may not touch");
+        return kInvalidValue;
+      }
     }
   }
-  op.access = scheduler.admit(stream, op.kind);
-  for (const Touch& touch : touches) {
-    memory.use(touch.range, op.access);
-  }
-  for (const Piece& piece : op.from) {
-    history.touch(piece, false, op.access, stream.clock);
-  }
-  for (const Piece& piece : op.to) {
-    history.touch(piece, true, op.access, stream.clock);
+  // Each of several comes after what was before the batch, and not after the others.
+  VectorClock before = stream.clock;
+  before.join(scheduler.host());
+  for (auto& [op, touches] : batch) {
+    op.access = scheduler.admit(stream, op.kind);
+    const VectorClock& now = batch.size() > 1 ? before : stream.clock;
+    for (const Touch& touch : touches) {
+      memory.use(touch.range, op.access);
+    }
+    for (const Piece& piece : op.from) {
+      history.touch(piece, false, op.access, now);
+    }
+    for (const Piece& piece : op.to) {
+      history.touch(piece, true, op.access, now);
+    }
   }
   history.sweep_if_large(scheduler.host());
-  scheduler.enqueue(stream, std::move(op));
+  for (Work& work : batch) {
+    scheduler.enqueue(stream, std::move(work.op));
+  }
   return kSuccess;
 }
 
@@ -194,10 +212,12 @@ Result Gpu::unsafe_in_capture(const char* symbol) {
   return kCaptureUnsupported;
 }
 
-void Gpu::drain() {
+Result Gpu::drain() {
+  Finish all = Finish::kWasDone;
   for (int device = 0; device < settings.devices; ++device) {
-    scheduler.finish_device(device);
+    all = std::max(all, scheduler.finish_device(device));
   }
+  return all == Finish::kHeld ? kHeld : kSuccess;
 }
 
 }  // namespace stagehand::sim

@@ -42,6 +42,8 @@ const char* op_name(OpKind kind) {
       return "event record";
     case OpKind::kWait:
       return "event wait";
+    case OpKind::kWaitValue:
+      return "value wait";
   }
   return "operation";
 }

@@ -26,6 +26,11 @@ std::uint64_t transfer_ns(std::uint64_t bytes, std::uint64_t bytes_per_s) {
 
 }  // namespace
 
+// The host raises the word while we look.
+bool HeldBy::reached() const {
+  return static_cast<std::int64_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) >= 0;
+}
+
 Scheduler::Scheduler(const Settings& settings)
     : settings_(settings),
       random_(settings.seed),
@@ -100,14 +105,18 @@ void Scheduler::enqueue(StreamState& stream, Op op) {
   if (stream.queue.empty()) {
     active_.push_back(&stream);
   }
+  if (op.kind == OpKind::kWaitValue) {
+    op.record = std::make_shared<Record>();
+    held_.emplace_back(op.held_by, op.record);
+  }
   stream.queue.push_back(std::move(op));
   ++queued_;
+  look_at_values();
   if (stream.host_synchronous) {
     maybe_progress();
-    finish(stream);
+    owed_ = &stream;
   }
-  while (queued_ > kQueueLimit) {
-    step();
+  while (queued_ > kQueueLimit && step()) {
   }
 }
 
@@ -135,17 +144,32 @@ void Scheduler::wait(StreamState& stream, std::shared_ptr<Record> record) {
 
 bool Scheduler::ready(const StreamState& stream) const {
   const Op& head = stream.queue.front();
+  if (head.kind == OpKind::kWaitValue) {
+    return head.record->done && head.held_by.reached();
+  }
   return head.kind != OpKind::kWait || head.record->done;
 }
 
-// Follows waits to the stream that must run first. It ends: a wait names an earlier record, and a
-// record that is not done is in a queue.
-StreamState& Scheduler::runnable_toward(StreamState& stream) {
+// Follows waits to the stream that must run first; null where that one is held back by a value. It
+// ends: a wait names an earlier record, and a record that is not done is in a queue.
+StreamState* Scheduler::runnable_toward(StreamState& stream) {
   StreamState* at = &stream;
-  while (!ready(*at)) {
+  while (at != nullptr && !ready(*at)) {
     at = at->queue.front().record->stream;
   }
-  return *at;
+  return at;
+}
+
+void Scheduler::look_at_values() {
+  std::erase_if(held_, [&](const auto& entry) {
+    const auto& [held_by, record] = entry;
+    if (!held_by.reached()) {
+      return false;
+    }
+    record->done = true;
+    record->time_ns = host_ns_;
+    return true;
+  });
 }
 
 bool Scheduler::step() {
@@ -182,34 +206,42 @@ void Scheduler::maybe_progress() {
   }
 }
 
-bool Scheduler::finish(const std::shared_ptr<Record>& record) {
+Finish Scheduler::finish(const std::shared_ptr<Record>& record) {
   const bool waited = !record->done;
   while (!record->done) {
     maybe_progress();
     if (!record->done) {
-      run_piece(runnable_toward(*record->stream));
+      StreamState* const next = runnable_toward(*record->stream);
+      if (next == nullptr) {
+        return Finish::kHeld;
+      }
+      run_piece(*next);
     }
   }
   learn(record->clock, record->time_ns);
-  return waited;
+  return waited ? Finish::kWaited : Finish::kWasDone;
 }
 
-bool Scheduler::finish(StreamState& stream) {
+Finish Scheduler::finish(StreamState& stream) {
   const bool waited = !stream.queue.empty();
   while (!stream.queue.empty()) {
     if (!stream.host_synchronous) {
       maybe_progress();
     }
     if (!stream.queue.empty()) {
-      run_piece(runnable_toward(stream));
+      StreamState* const next = runnable_toward(stream);
+      if (next == nullptr) {
+        return Finish::kHeld;
+      }
+      run_piece(*next);
     }
   }
   learn(stream.clock, stream.free_ns);
-  return waited;
+  return waited ? Finish::kWaited : Finish::kWasDone;
 }
 
-bool Scheduler::finish_device(int device) {
-  bool waited = false;
+Finish Scheduler::finish_device(int device) {
+  Finish all = Finish::kWasDone;
   std::vector<StreamState*> streams{default_stream(device)};
   for (const auto& [handle, stream] : streams_) {
     streams.push_back(stream.get());
@@ -219,10 +251,10 @@ bool Scheduler::finish_device(int device) {
   }
   for (StreamState* stream : streams) {
     if (stream->device == device) {
-      waited = finish(*stream) || waited;
+      all = std::max(all, finish(*stream));
     }
   }
-  return waited;
+  return all;
 }
 
 void Scheduler::drain() {
@@ -239,15 +271,15 @@ bool Scheduler::poll(EventState& event) {
     return false;
   }
   event.polls = 0;
-  finish(record);
-  return true;
+  return finish(record) != Finish::kHeld;
 }
 
 bool Scheduler::poll(StreamState& stream) {
   if (!stream.queue.empty()) {
     maybe_progress();
-    if (!stream.queue.empty()) {
-      run_piece(runnable_toward(stream));
+    StreamState* const next = stream.queue.empty() ? nullptr : runnable_toward(stream);
+    if (next != nullptr) {
+      run_piece(*next);
     }
   }
   if (!stream.queue.empty()) {
@@ -283,7 +315,7 @@ std::uint64_t Scheduler::run_time(const Op& op, std::uint64_t start, int device)
     std::uint64_t& engine = engines_[static_cast<std::size_t>(device)][d2h ? 0 : 1];
     const std::uint64_t begin = std::max(start, engine);
     const std::uint64_t rate = d2h ? settings_.d2h_bytes_per_s : settings_.h2d_bytes_per_s;
-    engine = begin + kCopyOverheadNs + transfer_ns(op.bytes, rate);
+    engine = begin + (op.cost_paid ? 0 : kCopyOverheadNs) + transfer_ns(op.bytes, rate);
     return engine;
   }
   switch (op.kind) {
@@ -293,6 +325,7 @@ std::uint64_t Scheduler::run_time(const Op& op, std::uint64_t start, int device)
     case OpKind::kRecord:
       return start + kEventNs;
     case OpKind::kWait:
+    case OpKind::kWaitValue:
       return std::max(start, op.record->time_ns);
     default:
       return start + op.duration_ns;

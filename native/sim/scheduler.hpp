@@ -12,6 +12,7 @@
 #include <memory>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "sim/clocks.hpp"
@@ -28,7 +29,21 @@ struct Record {
   bool captured = false;
   std::uint64_t time_ns = 0;
   VectorClock clock;
-  StreamState* stream = nullptr;  // whose queue holds it, while not done
+  StreamState* stream = nullptr;  // whose queue holds it, while not done; null: a value
+};
+
+// A word of host memory that a stream waits for.
+struct HeldBy {
+  const std::uint64_t* word = nullptr;
+  std::uint64_t value = 0;
+  bool reached() const;
+};
+
+// What became of a wait by the host.
+enum class Finish : std::uint8_t {
+  kWasDone,  // there was nothing to wait for
+  kWaited,
+  kHeld  // not done: all that may run has run, and the rest is held back by a value
 };
 
 struct EventState {
@@ -53,6 +68,8 @@ struct Op {
   stagehand_sim_callback callback = nullptr;
   void* user = nullptr;
   std::shared_ptr<Record> record;  // made here, or waited for
+  HeldBy held_by;                  // of a value wait; its record says when the value was reached
+  bool cost_paid = false;          // a copy of a batch whose call another one has paid for
 };
 
 struct StreamState {
@@ -92,15 +109,21 @@ class Scheduler {
   std::shared_ptr<Record> record(StreamState& stream);
   void wait(StreamState& stream, std::shared_ptr<Record> record);
 
-  // Progress. The finish functions make the host know; they return whether it had to wait.
-  bool finish(const std::shared_ptr<Record>& record);
-  bool finish(StreamState& stream);
-  bool finish_device(int device);
-  void drain();  // runs everything, and the host learns nothing
-  bool step();   // one piece of a random ready stream; false when all is done
+  // Progress. The finish functions make the host know, unless they return kHeld.
+  Finish finish(const std::shared_ptr<Record>& record);
+  Finish finish(StreamState& stream);
+  Finish finish_device(int device);
+  void drain();  // runs everything that may run, and the host learns nothing
+  bool step();   // one piece of a random ready stream; false when there is none
+  // Looks at the values that hold streams back. One reached since was reached now.
+  void look_at_values();
   void maybe_progress();
   bool poll(EventState& event);  // a query: true, and the host knows, when the record is done
   bool poll(StreamState& stream);
+
+  // The host-synchronous stream, when the call in progress has queued work on it.
+  StreamState* take_owed() { return std::exchange(owed_, nullptr); }
+  std::uint64_t draw(std::uint64_t bound) { return random_.below(bound); }
 
   bool captures_here() const;  // the calling thread captures a stream
 
@@ -113,7 +136,7 @@ class Scheduler {
 
  private:
   bool ready(const StreamState& stream) const;
-  StreamState& runnable_toward(StreamState& stream);
+  StreamState* runnable_toward(StreamState& stream);
   void run_piece(StreamState& stream);
   void complete(StreamState& stream, Op& op);
   void learn(const VectorClock& clock, std::uint64_t time_ns);
@@ -124,9 +147,11 @@ class Scheduler {
   double progress_ = 0.25;
   std::vector<std::unique_ptr<StreamState>> defaults_;
   std::unordered_map<Stream, std::unique_ptr<StreamState>> streams_;
-  std::vector<std::unique_ptr<StreamState>> destroyed_;  // still with work to do
-  std::vector<StreamState*> active_;                     // those with a queue
-  std::vector<std::array<std::uint64_t, 2>> engines_;    // per device: d2h and h2d, free at
+  std::vector<std::unique_ptr<StreamState>> destroyed_;           // still with work to do
+  std::vector<StreamState*> active_;                              // those with a queue
+  std::vector<std::pair<HeldBy, std::shared_ptr<Record>>> held_;  // not reached when last seen
+  StreamState* owed_ = nullptr;
+  std::vector<std::array<std::uint64_t, 2>> engines_;  // per device: d2h and h2d, free at
   std::uint32_t slots_ = 0;
   std::uint64_t ops_ = 0;
   std::uint64_t queued_ = 0;
