@@ -15,6 +15,7 @@ from stagehand_alloc._config import Config as Config
 from stagehand_alloc._config import load_config as load_config
 from stagehand_alloc._errors import AllocatorTooLateError as AllocatorTooLateError
 from stagehand_alloc._errors import AlreadyInstalledError as AlreadyInstalledError
+from stagehand_alloc._errors import ChecksumError as ChecksumError
 from stagehand_alloc._errors import CompilerError as CompilerError
 from stagehand_alloc._errors import ConfigError as ConfigError
 from stagehand_alloc._errors import DriverError as DriverError
@@ -35,6 +36,7 @@ from stagehand_alloc._errors import TelemetryError as TelemetryError
 from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
 from stagehand_alloc._hooks import SavedTensorInfo as SavedTensorInfo
 from stagehand_alloc._install import allocator as allocator
+from stagehand_alloc._limits import LaneLimits as LaneLimits
 from stagehand_alloc._pool import Pool as Pool
 from stagehand_alloc._pool import keep as keep
 from stagehand_alloc._pool import pool as pool

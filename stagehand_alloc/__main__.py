@@ -1,4 +1,4 @@
-"""`python -m stagehand_alloc demo | report FILE | doctor`."""
+"""`python -m stagehand_alloc demo | report FILE | doctor [FILE]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(options.file)
     from stagehand_alloc import _doctor
 
-    return _doctor.main()
+    return _doctor.main(options.file)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -32,7 +32,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands.add_parser("demo", help="train a small model without a budget, then under one")
     report = commands.add_parser("report", help="print a table of a telemetry file")
     report.add_argument("file", help="what pool(telemetry=...) wrote")
-    commands.add_parser("doctor", help="print what is here, and what would work")
+    doctor = commands.add_parser("doctor", help="print what is here, and what would work")
+    doctor.add_argument("file", nargs="?", help="what pool(telemetry=...) wrote, to learn from")
     return parser.parse_args(arguments)
 
 

@@ -77,6 +77,30 @@ def _parse_text(text: str, name: str) -> int:
     return count
 
 
+def parse_inflight(value: int | None, name: str) -> int | None:
+    """A cap on queued copies; None is no cap. Raises ConfigError."""
+    if value is None:
+        return None
+    how = f"Give {name} a whole number from 1 on, or None for no cap."
+    if not _is_int(value):
+        raise ConfigError(f"{name}={value!r} is not an int.", how)
+    if not 1 <= value < 1 << 32:
+        raise ConfigError(f"{name}={value} copies cannot be a cap.", how)
+    return value
+
+
+def parse_rate(value: Size | None, name: str) -> int | None:
+    """Bytes per second; None is no cap. Raises SizeError."""
+    if value is None:
+        return None
+    if isinstance(value, float):
+        raise SizeError(
+            f"{name}={value!r} is a fraction, and a rate is bytes per second.",
+            f'Give {name} an int, a text like "10GB", or None for no cap.',
+        )
+    return min(parse_size(value, None, name), UNLIMITED)
+
+
 @dataclass(frozen=True)
 class Budget:
     """The watermarks and the hard limit of one device, in bytes: 0 < low <= high <= limit."""
@@ -124,9 +148,8 @@ def resolve_budget(high: Size | None, low: Size | None, limit: Size | None, tota
 class Config:
     """All settings; the keys of Activation Stagehand v0 keep their names.
 
-    ``max_inflight_d2h``, ``max_inflight_h2d``, ``debug_checksums`` and
-    ``recompute_threshold_bytes`` are read so that v0 files load unchanged; this version orders its
-    copies by device-side events alone and gives them no effect.
+    The caps and rates are where a pool starts; `Pool.limits` says what they mean and changes them.
+    ``recompute_threshold_bytes`` is read so that v0 files load unchanged, and has no effect.
 
     Raises ConfigError or SizeError, naming the key, for a value that cannot be.
     """
@@ -136,9 +159,11 @@ class Config:
     vram_low_watermark_mb: int | None = None  # MiB; None: 8/9 of high
     pinned_pool_classes_mb: tuple[int, ...] = (1, 4, 16, 64, 256)  # MiB, rising
     slabs_per_class: int | tuple[int, ...] = (512, 2, 2, 2, 2)  # one count for all, or one each
-    max_inflight_d2h: int = 1
-    max_inflight_h2d: int = 1
-    debug_checksums: bool = False
+    max_inflight_d2h: int | None = None  # copies ahead of need wait beyond it; None: no cap
+    max_inflight_h2d: int | None = None
+    d2h_bytes_per_second: Size | None = None  # None: as fast as the link
+    h2d_bytes_per_second: Size | None = None
+    debug_checksums: bool = False  # a CRC of every host copy, checked before it is restored
     telemetry_enabled: bool = False
     telemetry_file: str = "activation_telemetry.jsonl"
     recompute_threshold_bytes: int = 0
@@ -158,8 +183,14 @@ class Config:
                 f"vram_low_watermark_mb is {low}, above vram_high_watermark_mb, {high}.",
                 "Lower the low one or raise the high one: eviction starts at high, ends at low.",
             )
+        for name in ("max_inflight_d2h", "max_inflight_h2d"):
+            parse_inflight(getattr(self, name), name)
+        for name in ("d2h_bytes_per_second", "h2d_bytes_per_second"):
+            parse_rate(getattr(self, name), name)
         if self.host_limit is not None:
-            parse_size(self.host_limit, 1 << 40, "host_limit")
+            limit = parse_size(self.host_limit, 1 << 40, "host_limit")
+            if not isinstance(self.host_limit, float):  # a fraction: once the machine is asked
+                self._check_host_limit(limit)
 
     @property
     def high(self) -> int | None:
@@ -184,24 +215,28 @@ class Config:
         available = available_host_bytes()
         if self.host_limit is None:
             return available // 2
-        return parse_size(self.host_limit, available, "host_limit")
+        limit = parse_size(self.host_limit, available, "host_limit")
+        self._check_host_limit(limit)
+        return limit
+
+    def _check_host_limit(self, limit: int) -> None:
+        smallest = self.pinned_pool_classes_mb[0] * MIB
+        if limit < smallest:
+            raise ConfigError(
+                f"host_limit is {format_bytes(limit)}, under one slab of the smallest class, "
+                f"{format_bytes(smallest)}.",
+                f"Raise host_limit to {smallest} bytes or more, or put a smaller class first in "
+                "pinned_pool_classes_mb.",
+            )
 
     def without_effect(self) -> list[str]:
         """The keys set to something else than their default that this version ignores."""
-        names = ("max_inflight_d2h", "max_inflight_h2d", "debug_checksums")
-        return [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name in (*names, "recompute_threshold_bytes")
-            and getattr(self, field.name) != field.default
-        ]
+        return ["recompute_threshold_bytes"] if self.recompute_threshold_bytes else []
 
 
 _INTS = {
     "vram_high_watermark_mb": 1,
     "vram_low_watermark_mb": 1,
-    "max_inflight_d2h": 1,
-    "max_inflight_h2d": 1,
     "recompute_threshold_bytes": 0,
 }
 _OPTIONAL = {"vram_high_watermark_mb", "vram_low_watermark_mb"}

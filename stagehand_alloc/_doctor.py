@@ -7,17 +7,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
-from stagehand_alloc import _bridge, _driver
+from stagehand_alloc import _bridge, _driver, _telemetry
 from stagehand_alloc._config import format_bytes
 from stagehand_alloc._errors import StagehandError
 from stagehand_alloc._host import available_host_bytes
 
 
-def main() -> int:
-    """Print the findings; 0 where the real or the simulated GPU would work, else 1."""
+def main(telemetry: str | None = None) -> int:
+    """Print the findings; 0 where the real or the simulated GPU would work, else 1.
+
+    ``telemetry`` is a file of a run, for what it says of the pinned pool.
+    """
     for name, probe in _FACTS.items():
         print(f"{name:<16} {_attempt(probe)[1]}")
+    if telemetry is not None:
+        print(f"{'last run':<16} {_attempt(lambda: _last_run(telemetry))[1]}")
     print()
     works = False
     for name, check in _WAYS.items():
@@ -71,6 +77,46 @@ def _host() -> str:
     return f"{format_bytes(available_host_bytes())} available for evicted activations, half used"
 
 
+def _pinned_memory(
+    huge_pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+) -> str:
+    limit = f"grows as needed, by default to {format_bytes(available_host_bytes() // 2)}"
+    try:
+        mode = huge_pages.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = ""
+    if mode in ("always", "madvise"):
+        return f"{limit}, in huge pages"
+    return f"{limit}, WITHOUT huge pages, so it is slow to pin: set {huge_pages} to madvise"
+
+
+def _numa(nodes: Path = Path("/sys/devices/system/node")) -> str:
+    found = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
+    if len(found) < 2:
+        return "one node: all host memory is equally near"
+    free = ", ".join(f"{node}: {format_bytes(_free_on(nodes, node))} free" for node in found)
+    return f"{len(found)} nodes ({free}); {_attempt(_device_nodes)[1]}"
+
+
+def _free_on(nodes: Path, node: int) -> int:
+    lines = (nodes / f"node{node}" / "meminfo").read_text().splitlines()
+    return next((int(line.split()[3]) * 1024 for line in lines if "MemFree:" in line), 0)
+
+
+def _device_nodes(devices: Path = Path("/sys/bus/pci/devices")) -> str:
+    near = []
+    for index in range(_driver.device_count()):
+        path = devices / _driver.pci_bus_id(index).lower() / "numa_node"
+        node = int(path.read_text()) if path.exists() else -1
+        near.append(f"device {index} is near " + (f"node {node}" if node >= 0 else "no known node"))
+    return ", ".join(near)
+
+
+def _last_run(path: str) -> str:
+    lines = _telemetry.pinned_lines(_telemetry.read_steps(path))
+    return "; ".join(lines) or f"{path} says nothing of pinned memory"
+
+
 def _compiler() -> str:
     path = _bridge.find_compiler()
     if path is None:
@@ -112,6 +158,8 @@ _FACTS = {
     "driver": _driver_version,
     "devices": _devices,
     "host memory": _host,
+    "pinned memory": _pinned_memory,
+    "NUMA": _numa,
     "compiler": _compiler,
     "extension": _extension,
 }

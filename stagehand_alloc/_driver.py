@@ -106,6 +106,13 @@ def device(index: int) -> Device:
     return Device(index, name, total, bool(_call("cuDeviceGetAttribute", attribute, handle)))
 
 
+def pci_bus_id(index: int) -> str:
+    """Where device ``index`` sits, such as "0000:3B:00.0"."""
+    _initialise()
+    found = _call("cuDeviceGetPCIBusId", 32, _call("cuDeviceGet", index))
+    return str(found.split(b"\0", 1)[0].decode(errors="replace"))
+
+
 def require_virtual_memory(index: int) -> Device:
     """Device ``index``. Raises VirtualMemoryError where the core could not map memory on it."""
     found = device(index)

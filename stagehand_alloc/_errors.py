@@ -79,6 +79,10 @@ class PoolThreadError(PoolError):
     """A pool used from two threads at once."""
 
 
+class ChecksumError(StagehandError, RuntimeError):
+    """A host copy is not what was written to it; found with ``debug_checksums``."""
+
+
 class TelemetryError(StagehandError, RuntimeError):
     """The telemetry file cannot be written or read."""
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from stagehand_alloc._modules import ModuleWatch
+
 
 @dataclass(frozen=True)
 class SavedTensorInfo:
@@ -23,12 +25,21 @@ class SavedTensorInfo:
     bytes: int
     """Of the tensor's own elements; its storage may be larger."""
     order: int
-    """Place among the tensors the pool was shown, from 0."""
+    """Place among the tensors shown in this step, from 0 at each entry of the pool."""
+    op: str | None
+    """The autograd node that made it, such as "AddmmBackward0"; None for what has no graph."""
+    module: str | None
+    """The innermost module whose forward is running, as ``root.named_modules()`` has it; ``root``
+    is the outermost one called inside the pool, itself "". None outside of any."""
 
 
-def make_hooks(device: int | None, keep: Callable[[SavedTensorInfo], bool] | None) -> Any:
-    """An object with ``pack``, ``unpack`` and ``passed_through()`` for one device."""
-    return _driver.native().Hooks(device or 0, _raise_modified, _keep_caller(keep))
+def make_hooks(
+    device: int | None,
+    keep: Callable[[SavedTensorInfo], bool] | None,
+    watch: ModuleWatch,
+) -> Any:
+    """An object with ``begin_step``, ``pack``, ``unpack`` and ``passed_through`` for one device."""
+    return _driver.native().Hooks(device or 0, _raise_modified, _keep_caller(keep, watch))
 
 
 def keep(tensor: Tensor) -> None:
@@ -42,13 +53,21 @@ def keep(tensor: Tensor) -> None:
 
 
 def _keep_caller(
-    keep: Callable[[SavedTensorInfo], bool] | None,
+    keep: Callable[[SavedTensorInfo], bool] | None, watch: ModuleWatch
 ) -> Callable[[Tensor, int], bool] | None:
     if keep is None:
         return None
 
     def call(tensor: Tensor, order: int) -> bool:
-        info = SavedTensorInfo(tuple(tensor.shape), tensor.dtype, tensor.nbytes, order)
+        node = tensor.grad_fn
+        info = SavedTensorInfo(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            bytes=tensor.nbytes,
+            order=order,
+            op=None if node is None else node.name(),
+            module=watch.current(),
+        )
         return bool(keep(info))
 
     return call

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagehand_alloc import _driver, _install, _stats, _telemetry
+from stagehand_alloc import _driver, _install, _stats, _telemetry, _trouble
 from stagehand_alloc._config import Budget, Config, Size, load_config, parse_size, resolve_budget
 from stagehand_alloc._errors import (
     ConfigError,
@@ -19,6 +20,8 @@ from stagehand_alloc._errors import (
     PoolThreadError,
     SizeError,
 )
+from stagehand_alloc._limits import UNCHANGED, LaneLimits, Unchanged
+from stagehand_alloc._modules import ModuleWatch
 from stagehand_alloc._stats import DeviceLike, PoolStats
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ _MODES = ("allocator", "mempool", "native")
 
 _registry_lock = threading.Lock()
 _active: dict[int, Pool] = {}  # device -> the pool entered on it; guarded by _registry_lock
+# device -> the pool entered there last: what runs after its `with` is its still. Same lock.
+_latest: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+_checksummed: set[int] = set()  # devices where a pool asked for checksums; same lock
 _pinned: tuple[Any, ...] | None = None  # what the pinned pool was last configured with; same lock
 _in_this_thread = threading.local()  # .pool: the pool this thread is inside
 _warned: set[str] = set()
@@ -58,7 +64,9 @@ class Pool:
         self._device_asked = device
         self._device: int | None = None  # known from the first entry on
         self._budget: Budget | None = None
+        self._limits = LaneLimits.of(config)  # guarded by _registry_lock
         self._hooks: Any = None
+        self._watch = ModuleWatch()
         self._start = PoolStats()
         self._stack: ExitStack | None = None
         self._thread: int | None = None
@@ -78,9 +86,12 @@ class Pool:
         with ExitStack() as stack:
             device, budget = self._claim(stack)
             native = _driver.native()
+            _trouble.look(device)  # the backward of the step before
             _configure_pinned(native, self._config)
+            self._configure_lanes(native, device)
             if self._config.telemetry_enabled:
                 _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
+            _trouble.begin(device, budget.high)
             native.set_budget(device, budget.high, budget.low, budget.limit)
             stack.callback(native.clear_budget, device)
             self._enter_hooks(stack)
@@ -103,13 +114,69 @@ class Pool:
             )
         stack, self._stack = self._stack, None
         stack.__exit__(kind, error, trace)
+        if kind is None and self._device is not None:
+            _trouble.look(self._device)
 
     def stats(self) -> PoolStats:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
         if self._device is None:
             return PoolStats()
+        _trouble.look(self._device)
         found = _stats.stats(self._device).since(self._start)
         return _stats.with_passed_through(found, self._passed_through())
+
+    def limits(
+        self,
+        *,
+        max_inflight_d2h: int | Unchanged | None = UNCHANGED,
+        max_inflight_h2d: int | Unchanged | None = UNCHANGED,
+        d2h_bytes_per_second: Size | Unchanged | None = UNCHANGED,
+        h2d_bytes_per_second: Size | Unchanged | None = UNCHANGED,
+    ) -> LaneLimits:
+        """Change what the copies may take of the link, now or while running, from any thread.
+
+        Only what is named changes; None is no limit. Holds from the next copy on, for this pool's
+        steps and the backwards that follow them.
+
+        Args:
+            max_inflight_d2h, max_inflight_h2d: with so many copies queued on that lane and not yet
+                finished, copies ahead of need (write-back, prefetch) hold back. A copy somebody
+                waits for always goes.
+            d2h_bytes_per_second, h2d_bytes_per_second: "10GB", "10GiB" or bytes, per second, over
+                all copies of that lane, the awaited ones too.
+
+        Returns the limits now in force. Raises ConfigError or SizeError; then nothing has changed.
+        """
+        with _registry_lock:
+            self._limits = self._limits.changed(
+                max_inflight_d2h, max_inflight_h2d, d2h_bytes_per_second, h2d_bytes_per_second
+            )
+            if self._device is not None and _latest.get(self._device) is self:
+                _driver.check_process()
+                _driver.native().set_lane_limits(self._device, *self._limits.for_native())
+            return self._limits
+
+    def release_pinned(self, keep: int | str = 0) -> int:
+        """Give host memory of the pinned pool back, down to ``keep``; returns the bytes given back.
+
+        What saved tensors are in stays. The next eviction may have to pin again, which is slow:
+        for the end of training, or a long pause. Waits for copies that still use what goes.
+        Raises SizeError.
+        """
+        kept = 0 if _is_zero(keep) else parse_size(keep, None, "keep")
+        if self._device is None or not _driver.native().device_open(self._device):
+            return 0
+        return int(_driver.native().release_pinned(self._device, kept))
+
+    def _configure_lanes(self, native: Any, device: int) -> None:
+        """This pool's limits and checksums, in place of those of the pool before it."""
+        checksums = self._config.debug_checksums
+        with _registry_lock:
+            _latest[device] = self
+            native.set_lane_limits(device, *self._limits.for_native())
+            if checksums or device in _checksummed:
+                native.set_checksums(device, checksums)
+                (_checksummed.add if checksums else _checksummed.discard)(device)
 
     def _resolve(self) -> tuple[int, Budget]:
         """Device and budget, worked out once. Raises SizeError."""
@@ -160,7 +227,10 @@ class Pool:
         from stagehand_alloc import _hooks
 
         if self._hooks is None:
-            self._hooks = _hooks.make_hooks(self._device, self._keep)
+            self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch)
+        self._hooks.begin_step()
+        if self._keep is not None:
+            stack.enter_context(self._watch)
         stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
 
     def _passed_through(self) -> dict[str, int]:
@@ -254,6 +324,10 @@ def _settings(
             f"These settings have no effect in this version: {', '.join(unused)}.", stacklevel=3
         )
     return settings
+
+
+def _is_zero(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size == 0
 
 
 def _check_order(high: Size | None, low: Size | None, limit: Size | None) -> None:

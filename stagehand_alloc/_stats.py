@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ DeviceLike: TypeAlias = "int | str | torch.device | None"
 
 PEAKS = (
     *("mapped_peak", "occupied_peak", "retained_peak", "evicted_peak", "live_peak"),
-    "overshoot_live",
+    *("overshoot_live", "overshoot_saved"),
 )
 _GAUGES = (
     *("mapped", "occupied", "live", "retained", "evicted", "high", "low", "limit"),
@@ -31,8 +32,14 @@ _GAUGES = (
         "pinned_bytes",
         "pinned_used_bytes",
         "pageable_bytes",
+        "plan_state",
+        "pinned_waste_bytes",
+        "proposed_classes_mb",
+        "proposed_slabs_per_class",
     ),
 )
+# By the number of core/plan.hpp's PlanState.
+PLAN_STATES = ("none", "learning", "following", "diverged", "declined")
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,17 @@ class PoolStats:
     low: int = 0
     limit: int = 0
     plan_follows: int = 0  # 1 while the step repeats the last one, whose evictions it then plans on
+    plan_state: str = "none"  # or "learning", "following", "diverged", "declined"
     records: int = 0
     handles: int = 0
     aliases: int = 0
     pinned_bytes: int = 0
     pinned_used_bytes: int = 0
     pageable_bytes: int = 0
+    pinned_waste_bytes: int = 0  # of slabs in use: what their copies leave empty
+    # settings with which the pinned pool would have had no miss and least waste; empty: not known
+    proposed_classes_mb: tuple[int, ...] = ()
+    proposed_slabs_per_class: tuple[int, ...] = ()
     # the largest so far
     mapped_peak: int = 0
     occupied_peak: int = 0
@@ -67,6 +79,7 @@ class PoolStats:
     evicted_peak: int = 0
     live_peak: int = 0  # a budget below this, plus fragmentation, cannot be held
     overshoot_live: int = 0  # live with the request, at the worst overshoot
+    overshoot_saved: int = 0  # of it, saved activations still in use
     # counted bytes
     overshoot_bytes: int = 0  # mapped beyond high
     evicted_bytes: int = 0  # copied to the host or already there
@@ -115,9 +128,9 @@ class PoolStats:
         return (
             f"device {self.device}: {memory}; {budget}\n"
             f"  {occupied}: {parts}; {over}\n"
-            f"  {saved}; {evicted}, {restored}, {prefetched}\n"
-            f"  {pinned}, pageable {size(self.pageable_bytes)}; "
-            f"{self.host_waits} host waits, {stalls}"
+            f"  {saved}; {evicted}, {restored}, {prefetched}; plan {self.plan_state}\n"
+            f"  {pinned} ({size(self.pinned_waste_bytes)} of it empty), "
+            f"pageable {size(self.pageable_bytes)}; {self.host_waits} host waits, {stalls}"
         )
 
     def since(self, start: PoolStats) -> PoolStats:
@@ -133,7 +146,7 @@ COUNTERS = tuple(
     for f in dataclasses.fields(PoolStats)
     if f.name not in (*PEAKS, *_GAUGES, "device", "passed_through")
 )
-_NATIVE_NAMES = frozenset(f.name for f in dataclasses.fields(PoolStats)) - {"device"}
+_NATIVE_NAMES = frozenset(f.name for f in dataclasses.fields(PoolStats)) - {"device", "plan_state"}
 
 
 class _CarriedPeaks:
@@ -186,7 +199,7 @@ def stats(device: DeviceLike = None) -> PoolStats:
 
     Takes the device's lock for a moment; waits for no GPU work.
     """
-    return _carried.applied_to(read(device_index(device)))
+    return with_proposal(_carried.applied_to(read(device_index(device))))
 
 
 def reset_peak_stats(device: DeviceLike = None) -> None:
@@ -209,7 +222,22 @@ def read(device: int) -> PoolStats:
     raw = _driver.native().stats(device) if _open(device) else {}
     known = {name: value for name, value in raw.items() if name in _NATIVE_NAMES}
     known.setdefault("live", known.get("occupied", 0) - known.get("retained", 0))
-    return PoolStats(device=device, **known)
+    state = PLAN_STATES[raw.get("plan_state", 0)]
+    return PoolStats(device=device, plan_state=state, **known)
+
+
+def with_proposal(found: PoolStats) -> PoolStats:
+    """``found``, with the settings proposed for the pinned pool by what was asked of it."""
+    if not _open(found.device) or not hasattr(_driver.native(), "pinned_demand"):
+        return found
+    try:
+        pinned: Any = importlib.import_module("stagehand_alloc._pinned")
+    except ImportError:
+        return found
+    classes, counts = pinned.propose_classes(_driver.native().pinned_demand(found.device))
+    return dataclasses.replace(
+        found, proposed_classes_mb=tuple(classes), proposed_slabs_per_class=tuple(counts)
+    )
 
 
 def with_passed_through(found: PoolStats, passed_through: Mapping[str, int]) -> PoolStats:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from stagehand_alloc import _stats
-from stagehand_alloc._config import MIB
+from stagehand_alloc._config import MIB, format_bytes
 from stagehand_alloc._errors import TelemetryError
 from stagehand_alloc._stats import PoolStats
 
@@ -62,7 +62,7 @@ class Writer:
             return
         start, passed_through, passed_before, began = self._start
         self._start = None
-        found = _stats.read(self._device).since(start)
+        found = _stats.with_proposal(_stats.read(self._device)).since(start)
         passed = {
             reason: count - passed_before.get(reason, 0)
             for reason, count in passed_through().items()
@@ -133,6 +133,11 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "passed_through": passed_through,
         "write_backs": found.write_backs,
         "plan": "followed" if found.plan_follows else "reactive",
+        "plan_state": found.plan_state,
+        "pinned_bytes": found.pinned_bytes,
+        "pinned_waste_bytes": found.pinned_waste_bytes,
+        "proposed_classes_mb": list(found.proposed_classes_mb),
+        "proposed_slabs_per_class": list(found.proposed_slabs_per_class),
     }
 
 
@@ -211,6 +216,7 @@ def report(steps: list[dict[str, Any]], rows: int = 12) -> str:
         ("stall ms", "stall_time_ms", 1),
         ("over high MiB", "overshoot_bytes", MIB),
         ("host waits", "host_waits", 1),
+        ("plan", "plan_state", 1),
     )
     table = [[title for title, _, _ in columns]]
     table += [[_cell(step, key, unit) for _, key, unit in columns] for step in _ends(steps, rows)]
@@ -221,7 +227,25 @@ def report(steps: list[dict[str, Any]], rows: int = 12) -> str:
     ]
     if len(steps) > rows:
         lines.insert(1 + (rows + 1) // 2, f"... {len(steps) - rows} more steps ...")
-    return "\n".join([*lines, "", _totals(steps)])
+    return "\n".join([*lines, "", _totals(steps), *pinned_lines(steps)])
+
+
+def pinned_lines(steps: list[dict[str, Any]]) -> list[str]:
+    """What the last step says of the pinned pool; nothing where it says nothing."""
+    last = steps[-1] if steps else {}
+    lines = []
+    if last.get("pinned_bytes"):
+        lines.append(
+            f"pinned {format_bytes(last['pinned_bytes'])}, "
+            f"{format_bytes(last.get('pinned_waste_bytes', 0))} of what is used empty"
+        )
+    if last.get("proposed_classes_mb"):
+        lines.append(
+            "no miss and least waste with "
+            f"pinned_pool_classes_mb={last['proposed_classes_mb']}, "
+            f"slabs_per_class={last['proposed_slabs_per_class']}"
+        )
+    return lines
 
 
 def _ends(steps: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
@@ -232,6 +256,8 @@ def _ends(steps: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
 
 def _cell(step: dict[str, Any], key: str, unit: int) -> str:
     value = step.get(key, 0)
+    if isinstance(value, str):
+        return value
     return f"{value / unit:.1f}" if unit != 1 or isinstance(value, float) else str(value)
 
 

@@ -21,6 +21,8 @@ namespace stagehand::core {
   X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak) X(live_peak)                 \
   /* live bytes with the request, at the worst overshoot: no eviction can hold less */          \
   X(overshoot_live)                                                                             \
+  /* of it, saved activations still in use */                                                   \
+  X(overshoot_saved)                                                                            \
   /* bytes since the start */                                                                   \
   X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes) X(requested_bytes)       \
   /* events since the start */                                                                  \
@@ -67,6 +69,7 @@ struct Counters {
     evicted_peak = evicted;
     live_peak = occupied - retained;
     overshoot_live = 0;
+    overshoot_saved = 0;
   }
 };
 

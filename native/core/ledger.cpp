@@ -17,6 +17,7 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   record.alive = true;
   record.handles = 0;
   record.order = ++order_;
+  record.evictions = record.restores = 0;
   record.copying = record.prefetched = record.asked = false;
   record.block = block;
   record.begin = begin;
@@ -25,6 +26,7 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   record.arrived = Tick{};
   record.stall_pair = ~0u;
   record.copy.written = Tick{};
+  record.copy.checksum = record.copy.checksum_found = 0;
   record.stream = block->arena->key.stream;
   record.newer = nullptr;
   record.older = newest_;

@@ -19,6 +19,9 @@ namespace stagehand::core {
 struct HostCopy {
   std::vector<Slab*> slabs;
   Tick written;  // on the D2H lane: the copy out that filled it
+  // With DebugModes::checksums: CRC of what was written, and of what the last look found.
+  std::uint32_t checksum = 0;
+  std::uint32_t checksum_found = 0;
 };
 
 struct Record {
@@ -26,7 +29,9 @@ struct Record {
   std::uint32_t generation = 1;
   std::uint32_t handles = 0;
   std::uint64_t order = 0;  // of saving
-  Plan::Place place;        // in the step that saved it
+  std::uint32_t evictions = 0;
+  std::uint32_t restores = 0;  // prefetches too
+  Plan::Place place;           // in the step that saved it
   bool alive = false;
   bool copying = false;     // a pageable copy runs without the lock: leave block and copy alone
   bool asked = false;       // backward has unpacked it

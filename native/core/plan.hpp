@@ -13,6 +13,15 @@
 
 namespace stagehand::core {
 
+// In the words of PoolStats.plan_state.
+enum class PlanState {
+  none,       // no step has been seen
+  learning,   // no step to go by yet
+  following,  // this step repeats one that was learned
+  diverged,   // it did not: reactive for the rest of it
+  declined,   // moving bytes cannot help: what is saved does not set the peak
+};
+
 class Plan {
  public:
   struct Place {
@@ -32,6 +41,12 @@ class Plan {
   bool leaves(Place place) const;
   // Whether the step has followed the last one so far.
   bool follows() const { return !last_.empty() && !diverged_; }
+  PlanState state() const {
+    if (last_.empty()) {
+      return step_ == 0 ? PlanState::none : PlanState::learning;
+    }
+    return diverged_ ? PlanState::diverged : PlanState::following;
+  }
 
  private:
   struct Entry {

@@ -273,6 +273,7 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
   block->record = &record;
   record.block = block;
   counters_.evicted -= record.bytes();
+  ++record.restores;
   ++counters_.restores;
   counters_.restored_bytes += record.bytes();
   return true;
@@ -315,6 +316,7 @@ void Runtime::prefetch(Record& from) {
     counters_.retain(block->size);
     counters_.occupy(block->size);
     counters_.evicted -= record->bytes();
+    ++record->restores;
     ++counters_.prefetches;
     counters_.restored_bytes += record->bytes();
   }

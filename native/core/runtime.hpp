@@ -12,6 +12,7 @@
 #include "core/budget.hpp"
 #include "core/counters.hpp"
 #include "core/device_heap.hpp"
+#include "core/lane_limits.hpp"
 #include "core/ledger.hpp"
 #include "core/mover.hpp"
 #include "core/pinned_pool.hpp"
@@ -40,6 +41,7 @@ struct Unpacked {
 struct DebugModes {
   bool evict_everything = false;  // every allocation first evicts all that is retained
   bool poison = false;            // evicted memory is overwritten once its copy is done
+  bool checksums = false;         // every host copy is checked before it is restored
 };
 
 class Runtime {
@@ -64,6 +66,8 @@ class Runtime {
   bool resident(RecordId record);
   // Bytes saved of the record's storage; 0 when it is gone.
   Bytes bytes_of(RecordId record);
+  // What became of the record so far, in words; for the text of Status::corrupted.
+  std::string history(RecordId record);
   void drop_alias(Block* block);
   void drop_handle(RecordId record);
   // Leaves a block on the GPU. False: not ours.
@@ -75,9 +79,13 @@ class Runtime {
   // The pool is closed; the watermarks stay armed until the last record dies.
   void clear_budget();
   void set_limit(Bytes limit);
+  // For copies queued from now on.
+  void set_lane_limits(const LaneLimits& limits);
+  LaneLimits lane_limits();
   // False: slabs of other sizes are in use, and nothing has changed.
   bool configure_pinned(const SizeClasses& classes, Bytes host_limit);
   void set_debug(DebugModes modes);
+  void set_checksums(bool on);
   // Gives free memory back to the driver until mapped <= target. Waits for the GPU.
   Bytes trim(Bytes target);
   void release_graph(std::uint64_t graph);
@@ -89,6 +97,7 @@ class Runtime {
   Counters counters();
   Budget budget();
   bool plan_follows();
+  PlanState plan_state();
   void reset_peaks();
   Bytes device_bytes() const { return device_bytes_; }
   // Why the last request failed, with the numbers; for the error text.
@@ -114,6 +123,8 @@ class Runtime {
   void disarm_if_idle();
   // runtime_control.cpp
   bool wait_for_gpu(Lock& lock);
+  // runtime_limits.cpp
+  Bytes saved_in_use() const;
   // runtime_reclaim.cpp
   Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
@@ -155,6 +166,7 @@ class Runtime {
   std::uint64_t serial_ = 0;       // of the last allocation
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   DebugModes debug_;
+  LaneLimits lane_limits_;
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
   std::vector<Candidate> candidates_;           // scratch of look
   std::vector<Block*> candidate_blocks_;

@@ -182,6 +182,7 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   record.arrived = Tick{};
   record.block = nullptr;
   plan_.evicted(record.place);
+  ++record.evictions;
   counters_.freed_bytes += block->size;
   counters_.vacate(block->size);
   counters_.retained -= block->size;
@@ -273,8 +274,11 @@ Block* Runtime::overshoot(Arena& arena, Bytes bytes, Status* status) {
   if (budget_.armed) {
     const Bytes over = counters_.mapped - std::min(counters_.mapped, budget_.high);
     counters_.overshoot_bytes += std::min(over, counters_.mapped - before);
-    counters_.overshoot_live =
-        std::max(counters_.overshoot_live, counters_.occupied - counters_.retained + bytes);
+    const Bytes live = counters_.occupied - counters_.retained + bytes;
+    if (live > counters_.overshoot_live) {
+      counters_.overshoot_live = live;
+      counters_.overshoot_saved = saved_in_use();
+    }
   }
   return block;
 }

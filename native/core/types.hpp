@@ -29,6 +29,7 @@ enum class Status {
   out_of_memory,  // no room under the limit, or the driver refused; nothing changed
   driver_failed,  // a driver call failed for another reason than memory
   stale,          // the record named is gone (its generation passed)
+  corrupted,      // a host copy differs from what was written to it
 };
 
 // A record of the ledger. The generation makes an id of a dead record harmless (rule O2).

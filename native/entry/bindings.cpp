@@ -66,10 +66,12 @@ nb::dict stats(int device) {
   core::Counters counters;
   core::Budget budget;
   bool plan_follows = false;
+  core::PlanState plan_state = core::PlanState::none;
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     counters = runtime->counters();
     budget = runtime->budget();
     plan_follows = runtime->plan_follows();
+    plan_state = runtime->plan_state();
   }
   nb::dict found;
 #define STAGEHAND_ENTRY(name) found[#name] = counters.name;
@@ -77,6 +79,7 @@ nb::dict stats(int device) {
 #undef STAGEHAND_ENTRY
   found["live"] = counters.occupied - counters.retained;
   found["plan_follows"] = plan_follows ? 1 : 0;
+  found["plan_state"] = static_cast<int>(plan_state);
   found["high"] = budget.high;
   found["low"] = budget.low;
   found["limit"] = budget.limit;
@@ -99,10 +102,26 @@ std::string check_invariants(int device) {
   return runtime != nullptr ? runtime->invariants_broken() : std::string();
 }
 
-void set_debug(bool evict_everything, bool poison) {
-  Registry::get().each(
-      [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison}); });
+// 0 is no limit; rates in bytes per second.
+void set_lane_limits(int device, std::uint32_t inflight_d2h, std::uint32_t inflight_h2d,
+                     core::Bytes rate_d2h, core::Bytes rate_h2d) {
+  opened(device).set_lane_limits({inflight_d2h, inflight_h2d, rate_d2h, rate_h2d});
 }
+
+nb::tuple lane_limits(int device) {
+  core::LaneLimits limits;
+  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
+    limits = runtime->lane_limits();
+  }
+  return nb::make_tuple(limits.inflight_d2h, limits.inflight_h2d, limits.rate_d2h, limits.rate_h2d);
+}
+
+void set_debug(bool evict_everything, bool poison, bool checksums) {
+  Registry::get().each(
+      [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison, checksums}); });
+}
+
+void set_checksums(int device, bool on) { opened(device).set_checksums(on); }
 
 bool keep(int device, std::uintptr_t address) {
   core::Runtime* runtime = Registry::get().find(device);
@@ -139,12 +158,17 @@ NB_MODULE(_native, module) {
   module.def("empty_cache", &empty_cache);
   module.def("check_invariants", &check_invariants, "device"_a,
              nb::call_guard<nb::gil_scoped_release>());
-  module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a);
+  module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
+             "rate_d2h"_a, "rate_h2d"_a);
+  module.def("lane_limits", &lane_limits, "device"_a);
+  module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
+  module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
   module.def("keep", &keep, "device"_a, "address"_a);
 
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks")
       .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a, "keep"_a = nb::none())
+      .def("begin_step", &Hooks::begin_step)
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);

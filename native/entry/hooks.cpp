@@ -208,6 +208,26 @@ void Hooks::raise_modified(const Handle& handle, long version) const {
   throw nb::value_error("an in-place change was found, but its error was not raised");
 }
 
+void Hooks::raise_failed(const Handle& handle, core::Status status) {
+  if (status == core::Status::corrupted) {
+    const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("ChecksumError");
+    const std::string what = "The host copy of a saved tensor is not what was written to it: " +
+                             handle.runtime->history(handle.record) + ".";
+    const nb::object error = type(
+        what,
+        "Nothing was restored from it. Test the machine's memory; if that is sound, look for code "
+        "that writes to host memory it does not own.");
+    PyErr_SetObject(type.ptr(), error.ptr());
+    throw nb::python_error();
+  }
+  const std::string text =
+      explain(*handle.runtime, status, handle.runtime->bytes_of(handle.record));
+  PyErr_SetString(
+      status == core::Status::out_of_memory ? TorchApi::get().out_of_memory : PyExc_RuntimeError,
+      text.c_str());
+  throw nb::python_error();
+}
+
 nb::object Hooks::unpack(const Handle& handle) {
   const TorchApi& torch = TorchApi::get();
   if (const long version = torch.version_of(handle.probe.ptr()); version != handle.version) {
@@ -237,12 +257,7 @@ nb::object Hooks::unpack(const Handle& handle) {
     unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
   }
   if (unpacked.status != core::Status::ok) {
-    const std::string text =
-        explain(*handle.runtime, unpacked.status, handle.runtime->bytes_of(handle.record));
-    PyErr_SetString(
-        unpacked.status == core::Status::out_of_memory ? torch.out_of_memory : PyExc_RuntimeError,
-        text.c_str());
-    throw nb::python_error();
+    raise_failed(handle, unpacked.status);
   }
   return torch.with_version_of(handle.probe.ptr(), make_alias(handle, unpacked));
 }

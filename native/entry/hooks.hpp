@@ -68,6 +68,8 @@ class Hooks {
   // for an in-place change.
   Hooks(int device, nb::object modified, nb::object keep);
 
+  // The pool was entered: the order that `keep` is told starts again.
+  void begin_step() { order_ = 0; }
   Handle pack(nb::handle tensor);
   nb::object unpack(const Handle& handle);
   nb::dict passed_through() const;
@@ -75,6 +77,7 @@ class Hooks {
  private:
   Handle pass(nb::handle tensor, Reason reason, bool as_it_is);
   [[noreturn]] void raise_modified(const Handle& handle, long version) const;
+  [[noreturn]] static void raise_failed(const Handle& handle, core::Status status);
 
   const int device_;
   const nb::object modified_;

@@ -175,6 +175,14 @@ def test_toml_is_read_too(tmp_path: Path) -> None:
         ({"telemetry_file": ""}, "telemetry_file"),
         ({"host_limit": "plenty"}, "host_limit"),
         ({"host_limit": -1}, "host_limit"),
+        ({"d2h_bytes_per_second": 0}, "d2h_bytes_per_second=0"),
+        ({"h2d_bytes_per_second": 0.5}, "h2d_bytes_per_second=0.5"),
+        ({"d2h_bytes_per_second": "10 Gbit"}, "d2h_bytes_per_second"),
+        ({"host_limit": "1000KiB"}, "host_limit is 1000.00 KiB"),
+        (
+            {"host_limit": "3MiB", "pinned_pool_classes_mb": [4], "slabs_per_class": 1},
+            "class, 4.00 MiB",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_to_do(settings: dict[str, Any], words: str) -> None:
@@ -195,12 +203,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_settings_without_effect_are_warned_of_once() -> None:
-    config = Config(debug_checksums=True, max_inflight_d2h=3)
-    with pytest.warns(UserWarning, match=r"max_inflight_d2h, debug_checksums"):
+    config = Config(recompute_threshold_bytes=3)
+    with pytest.warns(UserWarning, match=r"recompute_threshold_bytes"):
         stagehand_alloc.pool(config=config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stagehand_alloc.pool(config=config)
+
+
+def test_a_host_limit_as_a_fraction_is_held_against_the_machine() -> None:
+    config = Config(host_limit=1e-9)
+    with pytest.raises(ConfigError, match=r"host_limit is \d+ B, under one slab"):
+        config.host_limit_bytes()
 
 
 def test_the_host_limit_defaults_to_half_of_what_is_available() -> None:

@@ -12,7 +12,7 @@ import stagehand_alloc
 
 PUBLIC = {
     *("allocator", "pool", "keep", "stats", "reset_peak_stats", "load_config"),
-    *("Pool", "PoolStats", "Config", "SavedTensorInfo"),
+    *("Pool", "PoolStats", "Config", "LaneLimits", "SavedTensorInfo"),
 }
 
 
@@ -65,6 +65,8 @@ def test_doctor_runs_without_a_gpu_and_names_what_would_work(run_fresh: Callable
     """)
     assert "simulated GPU    yes" in done.stdout
     assert "No CUDA driver was found" in done.stdout
+    for name in ("pinned memory", "NUMA"):
+        assert f"\n{name:<16} " in done.stdout
 
 
 def test_doctor_survives_anything_missing(run_fresh: Callable[..., Any]) -> None:

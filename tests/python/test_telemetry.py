@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import TelemetryError, _telemetry
+from stagehand_alloc import SizeError, TelemetryError, _doctor, _driver, _native, _telemetry
 from stagehand_alloc.__main__ import main
 from stagehand_alloc._stats import PoolStats
 
@@ -24,7 +26,8 @@ V0_FIELDS = {
 OURS = {
     *("mapped_peak", "occupied_peak", "retained_peak", "freed_bytes", "overshoot_bytes"),
     *("host_waits", "clean_evictions", "dirty_evictions", "prefetch_hits", "prefetch_lates"),
-    *("alias_hits", "passed_through", "plan"),
+    *("alias_hits", "passed_through", "plan", "plan_state", "pinned_bytes", "pinned_waste_bytes"),
+    *("proposed_classes_mb", "proposed_slabs_per_class"),
 }
 
 
@@ -185,6 +188,99 @@ def test_another_file_is_refused_by_name_and_line(
     assert main(["report", str(path)]) == 2
     assert "other.txt, line 1," in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent")]) == 2
+
+
+def test_the_report_says_the_plan_and_what_would_suit_the_pinned_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = PoolStats(
+        plan_state="diverged",
+        pinned_bytes=64 * MIB,
+        pinned_waste_bytes=3 * MIB,
+        proposed_classes_mb=(2, 5),
+        proposed_slabs_per_class=(7, 9),
+    )
+    path = write(tmp_path / "steps.jsonl", [_telemetry.step_fields(1, found, {})])
+    for command in ("report", "doctor"):
+        main([command, str(path)])
+        printed = capsys.readouterr().out
+        assert "pinned 64.00 MiB, 3.00 MiB of what is used empty" in printed
+        assert "pinned_pool_classes_mb=[2, 5], slabs_per_class=[7, 9]" in printed
+        assert ("diverged" in printed) == (command == "report")
+
+
+def test_the_report_reads_files_of_before_these_fields(tmp_path: Path) -> None:
+    old = {name: value for name, value in fields().items() if name in V0_FIELDS}
+    path = write(tmp_path / "steps.jsonl", [old])
+    assert "1 steps: peak" in _telemetry.report(_telemetry.read_steps(path))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_proposal_is_of_what_was_asked_of_the_pinned_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step(stagehand_alloc.pool(), 1)
+    asked = [(3 * MIB, 4)]
+    monkeypatch.setattr(_native, "pinned_demand", lambda device: asked, raising=False)
+    pinned = SimpleNamespace(propose_classes=lambda demand: ([3], [4]) if demand is asked else None)
+    monkeypatch.setitem(sys.modules, "stagehand_alloc._pinned", pinned)
+    found = stagehand_alloc.stats()
+    assert (found.proposed_classes_mb, found.proposed_slabs_per_class) == ((3,), (4,))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_plan_s_state_follows_the_steps(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    pool = stagehand_alloc.pool(telemetry=path)
+    for megabytes in (1, 1, 1, 2):
+        step(pool, megabytes)
+    _telemetry.close()
+    states = [line["plan_state"] for line in lines_of(path)]
+    assert states[1:] == ["following", "following", "diverged"]
+    assert str(pool.stats()).count("plan diverged") == 1
+
+
+def test_numa_says_which_node_each_device_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "meminfo").write_text(
+            f"Node {node} MemTotal: 9 kB\nNode {node} MemFree:  {(node + 1) << 20} kB\n"
+        )
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    monkeypatch.setattr(_driver, "device_count", lambda: 1)
+    monkeypatch.setattr(_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
+    assert _doctor._device_nodes(tmp_path) == "device 0 is near node 1"
+    assert _doctor._numa(tmp_path).startswith("2 nodes (0: 1.00 GiB free, 1: 2.00 GiB free); ")
+    assert "one node" in _doctor._numa(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("mode", "good"), [("always [madvise] never", True), ("[never]", False)])
+def test_pinning_without_huge_pages_is_named(tmp_path: Path, mode: str, good: bool) -> None:
+    path = tmp_path / "enabled"
+    path.write_text(mode)
+    assert ("WITHOUT huge pages" not in _doctor._pinned_memory(path)) == good
+
+
+@pytest.mark.usefixtures("gpu")
+def test_pinned_memory_is_given_back_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def release(device: int, keep: int) -> int:
+        calls.append((device, keep))
+        return 5 * MIB
+
+    monkeypatch.setattr(_native, "release_pinned", release, raising=False)
+    pool = stagehand_alloc.pool()
+    step(pool, 1)
+    assert pool.release_pinned() == 5 * MIB
+    assert pool.release_pinned(keep="1GiB") == 5 * MIB
+    assert calls == [(0, 0), (0, 1 << 30)]
+    for keep in (-1, True, "some", 0.5):
+        with pytest.raises(SizeError, match="keep="):
+            pool.release_pinned(keep=keep)  # type: ignore[arg-type]
 
 
 def test_an_empty_file_reports_no_steps(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Pool.limits: what is asked of the lanes reaches the device, now, at entry and while running."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import stagehand_alloc
+from stagehand_alloc import Config, ConfigError, LaneLimits, SizeError, _native
+
+DEVICE = 0
+GB = 10**9
+NONE = (0, 0, 0, 0)
+
+
+def test_only_what_is_named_changes() -> None:
+    pool = stagehand_alloc.pool()
+    assert pool.limits() == LaneLimits()
+    pool.limits(max_inflight_d2h=2, d2h_bytes_per_second="10GB")
+    pool.limits(max_inflight_h2d=3, h2d_bytes_per_second="1GiB")
+    assert pool.limits() == LaneLimits(2, 3, 10 * GB, 1 << 30)
+    assert pool.limits(max_inflight_d2h=None) == LaneLimits(None, 3, 10 * GB, 1 << 30)
+    assert pool.limits(h2d_bytes_per_second=None) == LaneLimits(None, 3, 10 * GB, None)
+
+
+def test_settings_are_where_a_pool_starts() -> None:
+    config = {"max_inflight_d2h": 1, "h2d_bytes_per_second": "5GB"}
+    assert stagehand_alloc.pool(config=config).limits() == LaneLimits(1, None, None, 5 * GB)
+    assert LaneLimits.of(Config()) == LaneLimits()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_inflight_d2h": 0}, ConfigError, "max_inflight_d2h=0"),
+        ({"max_inflight_h2d": -2}, ConfigError, "max_inflight_h2d=-2"),
+        ({"max_inflight_h2d": 1 << 32}, ConfigError, "max_inflight_h2d=4294967296"),
+        ({"max_inflight_d2h": 1.5}, ConfigError, "max_inflight_d2h=1.5"),
+        ({"max_inflight_d2h": True}, ConfigError, "max_inflight_d2h=True"),
+        ({"d2h_bytes_per_second": 0}, SizeError, "d2h_bytes_per_second=0"),
+        ({"h2d_bytes_per_second": -1}, SizeError, "h2d_bytes_per_second=-1"),
+        ({"h2d_bytes_per_second": "fast"}, SizeError, "h2d_bytes_per_second='fast'"),
+        ({"d2h_bytes_per_second": 0.5}, SizeError, "d2h_bytes_per_second=0.5"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_named_and_changes_nothing(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    pool = stagehand_alloc.pool(config={"max_inflight_d2h": 7})
+    with pytest.raises(error, match=words) as caught:
+        pool.limits(**{"max_inflight_d2h": 5, **arguments})
+    assert len(str(caught.value).splitlines()) == 2
+    assert pool.limits() == LaneLimits(7)
+
+
+def test_an_unknown_limit_is_refused() -> None:
+    with pytest.raises(TypeError, match="max_inflight"):
+        stagehand_alloc.pool().limits(max_inflight=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_limits_hold_from_entry_on_and_change_while_running() -> None:
+    pool = stagehand_alloc.pool(config={"max_inflight_d2h": 1})
+    pool.limits(h2d_bytes_per_second=GB)
+    with pool:
+        assert _native.lane_limits(DEVICE) == (1, 0, 0, GB)
+        pool.limits(max_inflight_h2d=4, max_inflight_d2h=None)
+        assert _native.lane_limits(DEVICE) == (0, 4, 0, GB)
+        thread = threading.Thread(target=lambda: pool.limits(h2d_bytes_per_second=None))
+        thread.start()
+        thread.join()
+        assert _native.lane_limits(DEVICE) == (0, 4, 0, 0)
+    pool.limits(max_inflight_h2d=6)  # backward runs now
+    assert _native.lane_limits(DEVICE) == (0, 6, 0, 0)
+    with pool:
+        assert _native.lane_limits(DEVICE) == (0, 6, 0, 0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_limits_of_the_pool_entered_last_are_in_force() -> None:
+    first, second = stagehand_alloc.pool(config={"max_inflight_d2h": 1}), stagehand_alloc.pool()
+    with first:
+        pass
+    with second:
+        assert _native.lane_limits(DEVICE) == NONE
+        first.limits(max_inflight_d2h=2)  # for its own steps
+        assert _native.lane_limits(DEVICE) == NONE
+    with first:
+        assert _native.lane_limits(DEVICE) == (2, 0, 0, 0)
+    with second:
+        pass
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_under_limits_has_the_right_gradient() -> None:
+    pool = stagehand_alloc.pool(config={"debug_checksums": True, "max_inflight_d2h": 1})
+    pool.limits(max_inflight_h2d=1, d2h_bytes_per_second="1GB", h2d_bytes_per_second="1GB")
+    for _ in range(3):
+        x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+        with pool:
+            _native.set_debug(evict_everything=True, poison=True, checksums=True)
+            y = torch.sin(x).exp()
+        y.sum().backward()
+        _native.set_debug(evict_everything=False, poison=False)
+        a = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+        torch.sin(a).exp().sum().backward()
+        assert x.grad is not None
+        assert a.grad is not None
+        assert torch.equal(x.grad, a.grad)
+    with stagehand_alloc.pool():
+        pass
