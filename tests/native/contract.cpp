@@ -10,8 +10,8 @@ namespace {
 
 std::vector<Promise> all_promises() {
   std::vector<Promise> all = memory_promises();
-  for (const Promise& promise : order_promises()) {
-    all.push_back(promise);
+  for (const auto& more : {order_promises(), transfer_promises()}) {
+    all.insert(all.end(), more.begin(), more.end());
   }
   return all;
 }

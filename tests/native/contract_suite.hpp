@@ -151,7 +151,8 @@ struct Promise {
   void (*check)(Suite&);
 };
 
-std::vector<Promise> memory_promises();  // contract_memory.cpp
-std::vector<Promise> order_promises();   // contract_order.cpp
+std::vector<Promise> memory_promises();    // contract_memory.cpp
+std::vector<Promise> order_promises();     // contract_order.cpp
+std::vector<Promise> transfer_promises();  // contract_transfer.cpp
 
 }  // namespace stagehand::contract

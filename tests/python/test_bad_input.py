@@ -165,6 +165,7 @@ class FakeDriver:
 
     def __init__(self, *, version: int = 13000, devices: int = 1, missing: str = "") -> None:
         self._version, self._devices, self._missing = version, devices, missing
+        self.asked: list[tuple[str, int]] = []
 
     def cuInit(self, flags: int) -> tuple[int]:  # noqa: N802
         return (0,)
@@ -175,7 +176,10 @@ class FakeDriver:
     def cuDeviceGetCount(self) -> tuple[int, int]:  # noqa: N802
         return 0, self._devices
 
-    def cuGetProcAddress(self, name: bytes, *_: int) -> tuple[int, int]:  # noqa: N802
+    def cuGetProcAddress(  # noqa: N802
+        self, name: bytes, version: int, flags: int
+    ) -> tuple[int, int]:
+        self.asked.append((name.decode(), version))
         return 0, 0 if name.decode() == self._missing else 4096
 
     def cuDeviceGet(self, index: int) -> tuple[int, int]:  # noqa: N802
@@ -223,6 +227,23 @@ def test_a_driver_that_lacks_a_function_names_it(monkeypatch: pytest.MonkeyPatch
     use(monkeypatch, FakeDriver(missing="cuMemMap"))
     with pytest.raises(stagehand_alloc.DriverTooOldError, match="cuMemMap"):
         _driver._address("cuMemMap", 12000)
+
+
+def test_a_driver_may_lack_an_optional_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeDriver(missing="cuMemcpyBatchAsync"))
+    assert _driver._address("cuMemcpyBatchAsync", 13000) == 0
+
+
+def test_only_a_driver_that_knows_its_form_is_asked_for_an_optional_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = FakeDriver()
+    use(monkeypatch, driver)
+    assert _driver._address("cuMemcpyBatchAsync", 12090) == 0
+    assert driver.asked == []
+    assert _driver._address("cuMemcpyBatchAsync", 13020) == 4096
+    assert _driver._address("cuStreamWaitValue64", 13020) == 4096
+    assert driver.asked == [("cuMemcpyBatchAsync", 13000), ("cuStreamWaitValue64", 12000)]
 
 
 def test_a_driver_without_devices_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

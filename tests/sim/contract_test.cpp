@@ -30,9 +30,19 @@ TEST("the contract is kept without a current context and with poison") {
   CHECK_EQ(rig.driver.ctx_push_current(rig.context), 0);
 }
 
+TEST("a driver without the optional functions keeps the contract of the rest") {
+  RigSettings with;
+  with.flags |= STAGEHAND_SIM_OLD_DRIVER;
+  Rig rig(3, with);
+  CHECK(rig.driver.memcpy_batch_async == nullptr);
+  CHECK(contract::run_contract(rig.driver).empty());
+  CHECK_NO_HAZARD();
+}
+
 TEST("the contract notices a driver that breaks it") {
-  const char* const needed[] = {"cuMemMap",        "cuMemcpyDtoHAsync", "cuStreamWaitEvent",
-                                "cuMemsetD8Async", "cuEventQuery",      "cuMemHostRegister"};
+  const char* const needed[] = {"cuMemMap",           "cuMemcpyDtoHAsync",  "cuStreamWaitEvent",
+                                "cuMemsetD8Async",    "cuEventQuery",       "cuMemHostRegister",
+                                "cuMemcpyBatchAsync", "cuStreamWaitValue64"};
   for (const char* symbol : needed) {
     Rig rig(0);
     stagehand_sim_fail(symbol, 1, 1, 999);
