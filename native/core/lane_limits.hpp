@@ -14,6 +14,8 @@ struct LaneLimits {
   // Bytes per second, over all copies of a lane.
   Bytes rate_d2h = 0;
   Bytes rate_h2d = 0;
+  // The most of ours that a copy of somebody else's has to wait behind.
+  Bytes piece = 16_MiB;
 };
 
 }  // namespace stagehand::core

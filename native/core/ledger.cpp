@@ -26,6 +26,7 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   record.arrived = Tick{};
   record.stall_pair = ~0u;
   record.copy.written = Tick{};
+  record.copy.sealed = false;
   record.copy.checksum = record.copy.checksum_found = 0;
   record.stream = block->arena->key.stream;
   record.newer = nullptr;

@@ -20,6 +20,7 @@ struct HostCopy {
   std::vector<Slab*> slabs;
   Tick written;  // on the D2H lane: the copy out that filled it
   // With DebugModes::checksums: CRC of what was written, and of what the last look found.
+  bool sealed = false;
   std::uint32_t checksum = 0;
   std::uint32_t checksum_found = 0;
 };
@@ -33,7 +34,7 @@ struct Record {
   std::uint32_t restores = 0;  // prefetches too
   Plan::Place place;           // in the step that saved it
   bool alive = false;
-  bool copying = false;     // a pageable copy runs without the lock: leave block and copy alone
+  bool copying = false;     // a thread waits for its copy without the lock: leave it alone
   bool asked = false;       // backward has unpacked it
   bool prefetched = false;  // on the device ahead of need, and not yet asked for
   Block* block = nullptr;

@@ -8,28 +8,7 @@
 namespace stagehand::core {
 
 namespace {
-
 constexpr unsigned char kPoison = 0xFF;  // every float type reads it as NaN
-
-Status from(driver::Result result) {
-  return result == driver::kSuccess ? Status::ok : Status::driver_failed;
-}
-
-// Calls copy(slab, offset in the saved range, bytes) for each slab's share of the range.
-template <class Copy>
-Status each_slab(const Record& record, Copy copy) {
-  Bytes done = 0;
-  for (Slab* slab : record.copy.slabs) {
-    const Bytes bytes = std::min(slab->size, record.bytes() - done);
-    if (const Status status = copy(*slab, done, bytes); status != Status::ok) {
-      return status;
-    }
-    done += bytes;
-  }
-  SH_CHECK(done == record.bytes());
-  return Status::ok;
-}
-
 }  // namespace
 
 Status Mover::fence_block(Block* block, Tick tick) {
@@ -42,80 +21,122 @@ Status Mover::fence_block(Block* block, Tick tick) {
   return status;
 }
 
-// Records the copy's event and leaves its tick on everything the copy names.
-Status Mover::finish(Status status, StreamClock& lane, Record& record, Block* block, Tick* tick) {
-  const Status recorded = lane.record(tick);
-  if (recorded != Status::ok) {
-    *tick = lane.now();  // the next event on the lane covers it
-  }
+// One copy for each stretch of the saved range that lies in one piece on the host.
+void Mover::collect(const Record& record, Address address) {
+  const std::size_t first = copies_.size();
+  Bytes done = 0;
   for (Slab* slab : record.copy.slabs) {
-    slab->fence.add(*tick);  // lanes only: two clocks, always room
+    const Bytes bytes = std::min(slab->size, record.bytes() - done);
+    if (copies_.size() > first && copies_.back().host + copies_.back().bytes == slab->host) {
+      copies_.back().bytes += bytes;
+    } else {
+      copies_.push_back({address + done, slab->host, bytes});
+    }
+    done += bytes;
   }
-  const Status fenced = fence_block(block, *tick);
-  return status != Status::ok ? status : (recorded != Status::ok ? recorded : fenced);
+  SH_CHECK(done == record.bytes());
+}
+
+// Records the event behind what was queued.
+Status Mover::finish(Status status, Lane& lane, Tick* tick) {
+  const Status recorded = lane.clock().record(tick);
+  if (recorded != Status::ok) {
+    *tick = lane.clock().now();  // the next event on the lane covers it
+  }
+  lane.note(*tick);
+  return status != Status::ok ? status : recorded;
+}
+
+// Leaves the copy's tick on everything the copy names.
+Status Mover::fence_copy(Status status, Record& record, Block* block, Tick tick) {
+  for (Slab* slab : record.copy.slabs) {
+    slab->fence.add(tick);  // lanes only: two clocks, always room
+  }
+  const Status fenced = fence_block(block, tick);
+  return status != Status::ok ? status : fenced;
 }
 
 Status Mover::order_copy_out(const Record& record) {
   const Block* block = record.block;
   Status status = Status::ok;
   if (holds(Rule::S1)) {
-    status = clocks_.order_after(d2h_, {block->arena->clock.index(), block->idle_from});
+    status = clocks_.order_after(out_.clock(), {block->arena->clock.index(), block->idle_from});
     if (status == Status::ok) {
-      status = clocks_.order_after(d2h_, block->fence);
+      status = clocks_.order_after(out_.clock(), block->fence);
     }
   }
   for (const Slab* slab : record.copy.slabs) {
     if (status == Status::ok && holds(Rule::S5)) {
-      status = clocks_.order_after(d2h_, slab->fence);
+      status = clocks_.order_after(out_.clock(), slab->fence);
     }
   }
   return status;
 }
 
-Status Mover::copy_out(Record& record) {
-  if (const Status status = order_copy_out(record); status != Status::ok) {
-    return status;
+Status Mover::copy_out(std::span<Record* const> records) {
+  copies_.clear();
+  for (Record* record : records) {
+    if (const Status status = order_copy_out(*record); status != Status::ok) {
+      return status;  // nothing was queued but waits
+    }
+    collect(*record, record->block->address + record->begin - record->block_begin);
   }
-  const Address from_address = record.block->address + record.begin - record.block_begin;
-  const Status status = each_slab(record, [&](Slab& slab, Bytes at, Bytes bytes) {
-    return from(table_.memcpy_dtoh_async(slab.host, from_address + at, bytes, d2h_.stream()));
-  });
-  return finish(status, d2h_, record, record.block, &record.copy.written);
+  Tick tick;
+  Status status = finish(out_.queue(copies_), out_, &tick);
+  for (Record* record : records) {
+    record->copy.written = tick;
+    status = fence_copy(status, *record, record->block, tick);
+  }
+  return status;
 }
 
-Status Mover::copy_in(Record& record, Block* block) {
+Status Mover::order_copy_in(const Record& record, const Block* block) {
   Status status = Status::ok;
   if (holds(Rule::S3)) {
-    status = clocks_.order_after(h2d_, {block->arena->clock.index(), block->idle_from});
+    status = clocks_.order_after(in_.clock(), {block->arena->clock.index(), block->idle_from});
     if (status == Status::ok) {
-      status = clocks_.order_after(h2d_, block->fence);
+      status = clocks_.order_after(in_.clock(), block->fence);
     }
   }
   if (status == Status::ok && holds(Rule::S4)) {
-    status = clocks_.order_after(h2d_, record.copy.written);
+    status = clocks_.order_after(in_.clock(), record.copy.written);
   }
-  if (status != Status::ok) {
-    return status;
+  return status;
+}
+
+Status Mover::copy_in(std::span<const Arrival> arrivals) {
+  copies_.clear();
+  for (const auto& [record, block] : arrivals) {
+    if (const Status status = order_copy_in(*record, block); status != Status::ok) {
+      return status;
+    }
+    collect(*record, block->address + record->begin - record->block_begin);
   }
-  const Address to_address = block->address + record.begin - record.block_begin;
-  status = each_slab(record, [&](Slab& slab, Bytes at, Bytes bytes) {
-    return from(table_.memcpy_htod_async(to_address + at, slab.host, bytes, h2d_.stream()));
-  });
-  block->fence.clear();  // the copy runs behind all of it, and leaves its own tick
-  return finish(status, h2d_, record, block, &record.arrived);
+  Tick tick;
+  Status status = finish(in_.queue(copies_), in_, &tick);
+  for (const auto& [record, block] : arrivals) {
+    record->arrived = tick;
+    block->fence.clear();  // the copy runs behind all of it, and leaves its own tick
+    status = fence_copy(status, *record, block, tick);
+  }
+  return status;
 }
 
 Status Mover::poison(Block* block) {
-  Status status = clocks_.order_after(d2h_, {block->arena->clock.index(), block->idle_from});
+  StreamClock& lane = out_.clock();
+  Status status = clocks_.order_after(lane, {block->arena->clock.index(), block->idle_from});
   if (status == Status::ok) {
-    status = clocks_.order_after(d2h_, block->fence);
+    status = clocks_.order_after(lane, block->fence);
   }
   if (status == Status::ok) {
-    status = from(table_.memset_d8_async(block->address, kPoison, block->size, d2h_.stream()));
+    status = table_.memset_d8_async(block->address, kPoison, block->size, lane.stream()) ==
+                     driver::kSuccess
+                 ? Status::ok
+                 : Status::driver_failed;
   }
   Tick tick;
-  if (d2h_.record(&tick) != Status::ok) {
-    tick = d2h_.now();
+  if (lane.record(&tick) != Status::ok) {
+    tick = lane.now();
   }
   const Status fenced = fence_block(block, tick);
   return status != Status::ok ? status : fenced;

@@ -1,43 +1,62 @@
-// The lanes, and the copies on them. Every ordering a copy needs is queued here, on the device;
-// nothing here waits on the host. Guarded by the device's lock.
+// The copies of records on the two lanes. Every ordering a copy needs is queued here, on the
+// device; nothing here waits on the host. Guarded by the device's lock.
 #pragma once
 
+#include <array>
+#include <span>
+#include <vector>
+
+#include "core/lane.hpp"
 #include "core/ledger.hpp"
-#include "core/stream_clock.hpp"
 
 namespace stagehand::core {
 
+// A record on its way back, and the block it will be in.
+struct Arrival {
+  Record* record = nullptr;
+  Block* block = nullptr;
+};
+
 class Mover {
  public:
-  Mover(const driver::Table& table, ClockBank& clocks, StreamClock& d2h, StreamClock& h2d)
-      : table_(table), clocks_(clocks), d2h_(d2h), h2d_(h2d) {}
+  // Two streams a lane: see Lane.
+  Mover(const driver::Table& table, ClockBank& clocks, const std::array<driver::Stream, 4>& streams)
+      : table_(table),
+        clocks_(clocks),
+        out_(table, Lane::Way::out, clocks.of(streams[0]), streams[1]),
+        in_(table, Lane::Way::in, clocks.of(streams[2]), streams[3]) {}
 
-  StreamClock& d2h() { return d2h_; }
-  StreamClock& h2d() { return h2d_; }
+  Lane& out() { return out_; }
+  Lane& in() { return in_; }
 
-  // Queues the copy of the record's saved range out of its block into the slabs of record.copy.
-  // Behind: the block's last work on its own and on foreign streams (S1), the slabs' last copies
-  // (S5). The block and the slabs carry the copy's tick afterwards (S2), also when this fails
+  // Queues the copies of the records' saved ranges out of their blocks into the slabs of their
+  // copies. Behind: the blocks' last work on their own and on foreign streams (S1), the slabs' last
+  // copies (S5). Blocks and slabs carry the copies' tick afterwards (S2), also when this fails
   // half-way: what was queued still runs.
-  Status copy_out(Record& record);
-  // Queues the copy of the slabs into `block`, which becomes the record's. Behind: the block's
-  // previous user (S3) and the record's own copy out (S4).
-  Status copy_in(Record& record, Block* block);
+  Status copy_out(std::span<Record* const> records);
+  // Queues the copies of the slabs into the blocks, which become the records'. Behind: the blocks'
+  // previous users (S3) and the records' own copies out (S4).
+  Status copy_in(std::span<const Arrival> arrivals);
+  // The waits of the two, for a copy through pageable memory that the caller makes without the
+  // lock.
+  Status order_copy_out(const Record& record);
+  Status order_copy_in(const Record& record, const Block* block);
+
   // Fills a block that is leaving with a pattern no computation yields, for tests.
   Status poison(Block* block);
-  // The waits of copy_out alone, for a copy that the caller makes without the lock.
-  Status order_copy_out(const Record& record);
-
   // Adds a tick to a block's fence, or orders the block's own stream where the fence is full.
   Status fence_block(Block* block, Tick tick);
 
  private:
-  Status finish(Status status, StreamClock& lane, Record& record, Block* block, Tick* tick);
+  void collect(const Record& record, Address address);
+  Status finish(Status status, Lane& lane, Tick* tick);
+  Status fence_copy(Status status, Record& record, Block* block, Tick tick);
 
   const driver::Table& table_;
   ClockBank& clocks_;
-  StreamClock& d2h_;
-  StreamClock& h2d_;
+  Lane out_;
+  Lane in_;
+  std::vector<Copy> copies_;  // scratch
 };
 
 }  // namespace stagehand::core

@@ -1,34 +1,226 @@
 #include "core/plan.hpp"
 
+#include <algorithm>
+
 namespace stagehand::core {
 
-void Plan::begin_step() {
-  if (used_ && !now_.empty()) {
-    last_.swap(now_);
-  }
-  now_.clear();
-  used_ = false;
-  diverged_ = false;
-  ++step_;
+bool Plan::Trace::repeats(const Trace& other) const {
+  return depth == other.depth &&
+         std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
+                    [](const auto& a, const auto& b) { return a.block_bytes == b.block_bytes; });
 }
 
-Plan::Place Plan::saved(Bytes block_bytes) {
-  const auto index = static_cast<std::uint32_t>(now_.size());
-  if (index >= last_.size() || last_[index].block_bytes != block_bytes) {
-    diverged_ = true;
+Plan::Step* Plan::find(std::uint32_t serial) {
+  for (Step& step : steps_) {
+    if (step.serial == serial) {
+      return &step;
+    }
   }
-  now_.push_back({block_bytes, false});
-  return {step_, index};
+  return nullptr;
+}
+
+const Plan::Step* Plan::find(std::uint32_t serial) const {
+  return const_cast<Plan*>(this)->find(serial);
+}
+
+// What came after the last trace the last time, else the newest.
+std::shared_ptr<Plan::Trace> Plan::first_guess(std::uint32_t depth) const {
+  std::uint32_t follower = 0;
+  for (const auto& trace : traces_) {
+    follower = trace->id == learned_ ? trace->follower : follower;
+  }
+  std::shared_ptr<Trace> newest;
+  for (const auto& trace : traces_) {
+    if (trace->depth != depth) {
+      continue;
+    }
+    if (trace->id == follower) {
+      return trace;
+    }
+    newest = newest == nullptr ? trace : newest;
+  }
+  return newest;
+}
+
+void Plan::begin_step(Bytes high) {
+  high_ = high;
+  if (now_ != nullptr && now_->alive == 0) {
+    end(now_);
+  }
+  Step step;
+  step.serial = ++serial_;
+  step.before = learned_;
+  step.began = uses_;
+  step.seen.depth = static_cast<std::uint32_t>(steps_.size());
+  step.trace = first_guess(step.seen.depth);
+  steps_.push_back(std::move(step));
+  now_ = &steps_.back();
+}
+
+Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
+  if (now_ == nullptr || (now_->alive == 0 && !now_->seen.by_use.empty())) {
+    begin_step(high_);  // one pool around many steps: backward has used up all there was
+  }
+  const auto index = static_cast<std::uint32_t>(now_->seen.entries.size());
+  now_->seen.entries.push_back({block_bytes, record, false, 0, 0});
+  ++now_->alive;
+  follow(*now_);
+  return {now_->serial, index};
+}
+
+// Keeps to the trace while the newest size is its; else looks for another with all sizes so far.
+void Plan::follow(Step& step) {
+  const std::size_t count = step.seen.entries.size();
+  const auto has = [&](const Trace& trace, std::size_t begin) {
+    return trace.depth == step.seen.depth && trace.entries.size() >= count &&
+           std::equal(
+               step.seen.entries.begin() + static_cast<std::ptrdiff_t>(begin),
+               step.seen.entries.end(), trace.entries.begin() + static_cast<std::ptrdiff_t>(begin),
+               [](const Entry& a, const Entry& b) { return a.block_bytes == b.block_bytes; });
+  };
+  if (step.trace == nullptr || has(*step.trace, count - 1)) {
+    return;
+  }
+  const auto other = std::find_if(traces_.begin(), traces_.end(),
+                                  [&](const auto& trace) { return has(*trace, 0); });
+  step.trace = other != traces_.end() ? *other : nullptr;
+  step.diverged = step.trace == nullptr;
 }
 
 void Plan::evicted(Place place) {
-  if (place.step == step_ && place.index < now_.size()) {
-    now_[place.index].evicted = true;
+  if (Step* step = find(place.step); step != nullptr) {
+    step->seen.entries[place.index].evicted = true;
   }
 }
 
+void Plan::unpacked(Place place) {
+  Step* step = find(place.step);
+  if (step == nullptr || step->seen.entries[place.index].used != 0) {
+    return;  // asked for again: the first time is the one to be ready for
+  }
+  using_ = step;
+  step->seen.by_use.push_back(place.index);
+  step->seen.live.push_back(0);
+  Entry& entry = step->seen.entries[place.index];
+  entry.used = static_cast<std::uint32_t>(step->seen.by_use.size());
+  entry.used_at = ++uses_ - step->began;
+}
+
+void Plan::closed(Place place) {
+  Step* step = find(place.step);
+  if (step != nullptr && --step->alive == 0 && step != now_) {
+    end(step);
+  }
+}
+
+void Plan::live(Bytes bytes) {
+  if (now_ == nullptr) {
+    return;
+  }
+  now_->seen.live_peak = std::max(now_->seen.live_peak, bytes);
+  Bytes& since = (using_ != nullptr ? using_ : now_)->seen.live.back();
+  since = std::max(since, bytes);
+}
+
+void Plan::end(Step* step) {
+  if (!step->seen.by_use.empty()) {
+    learn(*step);
+  }
+  now_ = now_ == step ? nullptr : now_;
+  using_ = using_ == step ? nullptr : using_;
+  steps_.remove_if([&](const Step& one) { return &one == step; });
+}
+
+void Plan::learn(Step& step) {
+  auto trace = std::make_shared<Trace>(std::move(step.seen));
+  const auto same = std::find_if(traces_.begin(), traces_.end(),
+                                 [&](const auto& one) { return one->repeats(*trace); });
+  if (same != traces_.end()) {
+    trace->id = (*same)->id;
+    trace->follower = (*same)->follower;
+    trace->unavoidable = std::min((*same)->live_peak, trace->live_peak);
+    traces_.erase(same);
+  } else {
+    trace->id = ++ids_;
+  }
+  learned_ = trace->id;
+  for (const auto& one : traces_) {
+    if (one->id == step.before) {
+      one->follower = trace->id;
+    }
+  }
+  if (trace->id == step.before) {
+    trace->follower = trace->id;
+  }
+  traces_.push_front(std::move(trace));
+  if (traces_.size() > kTraces) {
+    traces_.pop_back();
+  }
+}
+
+// What the step's trace says of the record; null without one.
+const Plan::Entry* Plan::expected(Place place, const Step** step) const {
+  *step = find(place.step);
+  if (*step == nullptr || (*step)->trace == nullptr ||
+      place.index >= (*step)->trace->entries.size()) {
+    return nullptr;
+  }
+  return &(*step)->trace->entries[place.index];
+}
+
 bool Plan::leaves(Place place) const {
-  return follows() && place.step == step_ && last_[place.index].evicted;
+  const Step* step = nullptr;
+  const Entry* entry = expected(place, &step);
+  return entry != nullptr && entry->evicted;
+}
+
+Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
+  const Step* step = nullptr;
+  const Entry* entry = expected(place, &step);
+  if (entry == nullptr) {
+    return 2 * kUnplanned - order;
+  }
+  return entry->used != 0 ? step->began + entry->used_at : 2 * kUnplanned;
+}
+
+bool Plan::next_after(Place place, Place* next, RecordId* record) const {
+  const Step* step = nullptr;
+  const Entry* entry = expected(place, &step);
+  if (entry == nullptr || entry->used == 0 || entry->used >= step->trace->by_use.size()) {
+    return false;
+  }
+  *next = {place.step, step->trace->by_use[entry->used]};
+  if (next->index >= step->seen.entries.size()) {
+    return false;
+  }
+  *record = step->seen.entries[next->index].record;
+  return true;
+}
+
+Bytes Plan::live_after(Place place) const {
+  const Step* step = nullptr;
+  const Entry* entry = expected(place, &step);
+  return entry != nullptr && entry->used != 0 ? step->trace->live[entry->used] : 0;
+}
+
+Bytes Plan::unavoidable() const {
+  return follows() && now_->trace->unavoidable > high_ ? now_->trace->unavoidable : 0;
+}
+
+PlanState Plan::state() const {
+  if (now_ == nullptr) {
+    return PlanState::none;
+  }
+  if (now_->trace != nullptr) {
+    return unavoidable() != 0 ? PlanState::declined : PlanState::following;
+  }
+  if (now_->diverged) {
+    return PlanState::diverged;
+  }
+  const auto& entries = now_->seen.entries;
+  return std::any_of(entries.begin(), entries.end(), [](const Entry& e) { return e.evicted; })
+             ? PlanState::learning
+             : PlanState::none;
 }
 
 }  // namespace stagehand::core

@@ -1,25 +1,28 @@
-// The plan: what the last step taught about the next. Pure and deterministic: it is told what
+// The plan: what earlier steps taught about this one. Pure and deterministic: it is told what
 // happens, in order, and asked what to expect.
 //
 // A step's records are known by their place in the order of saving and the size of their block. As
-// long as a step repeats the last one's sizes, a record that left the GPU then is expected to leave
-// now, so its copy out can start as soon as it is retained (write-back) instead of when the room is
-// needed. On the first different size the rest of the step is reactive.
+// long as a step repeats the sizes of one that is remembered (its trace), it is expected to repeat
+// the rest too: which records leave the GPU, in which order backward asks for them, and how much
+// live memory there is on the way. Several traces are kept, so that shapes may alternate, and a
+// step's own records may outlive the start of the next one (micro-batches in a pipeline). On the
+// first size that no trace has, the rest of the step is reactive.
 #pragma once
 
+#include <list>
+#include <memory>
 #include <vector>
 
 #include "core/types.hpp"
 
 namespace stagehand::core {
 
-// In the words of PoolStats.plan_state.
-enum class PlanState {
-  none,       // no step has been seen
-  learning,   // no step to go by yet
-  following,  // this step repeats one that was learned
-  diverged,   // it did not: reactive for the rest of it
-  declined,   // moving bytes cannot help: what is saved does not set the peak
+enum class PlanState : std::uint8_t {
+  none,       // nothing remembered, and nothing needed yet
+  learning,   // records leave, and no step like this one is remembered
+  following,  // the step repeats one that is remembered
+  diverged,   // it did, up to a size that none has
+  declined,   // it does, but live memory alone is above `high`: moving records cannot hold it there
 };
 
 class Plan {
@@ -28,36 +31,86 @@ class Plan {
     std::uint32_t step = 0;
     std::uint32_t index = 0;
   };
+  // When a record is asked for next, as a position in the order in which records are asked for:
+  // greater is later. Without a trace the newest saved is expected first.
+  using Use = std::uint64_t;
 
   // A pool was entered. A step whose records nobody asked for (no backward) teaches nothing.
-  void begin_step();
+  void begin_step(Bytes high);
   // A record was opened over a block of this size.
-  Place saved(Bytes block_bytes);
-  // A record left the GPU; one was asked for by backward.
+  Place saved(Bytes block_bytes, RecordId record = {});
+  // A record left the GPU; backward asked for one; its last handle is gone.
   void evicted(Place place);
-  void unpacked() { used_ = true; }
+  void unpacked(Place place);
+  void closed(Place place);
+  // So much is live now: torch's and backward's blocks.
+  void live(Bytes bytes);
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
-  // Whether the step has followed the last one so far.
-  bool follows() const { return !last_.empty() && !diverged_; }
-  PlanState state() const {
-    if (last_.empty()) {
-      return step_ == 0 ? PlanState::none : PlanState::learning;
-    }
-    return diverged_ ? PlanState::diverged : PlanState::following;
-  }
+  // Whether the step has followed a trace so far.
+  bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
+  PlanState state() const;
+  Use next_use(Place place, std::uint64_t order) const;
+  // The record of the same step that is asked for next after this one; false where nobody knows.
+  bool next_after(Place place, Place* next, RecordId* record) const;
+  // The most that was live from the use of this record to the next one's: room that the step needs
+  // for itself then. 0 where nobody knows.
+  Bytes live_after(Place place) const;
+  // Live memory that the last two steps of this kind needed at once, where it is above `high`;
+  // 0 where it is not. No eviction can hold less.
+  Bytes unavoidable() const;
 
  private:
+  static constexpr std::size_t kTraces = 8;
+  static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
+
   struct Entry {
-    Bytes block_bytes;
-    bool evicted;
+    Bytes block_bytes = 0;
+    RecordId record;
+    bool evicted = false;
+    std::uint32_t used = 0;  // the how-maniest of its step that was asked for; 0: never
+    Use used_at = 0;         // of all that were asked for since the step began
   };
-  std::vector<Entry> last_;  // the newest step that had a backward
-  std::vector<Entry> now_;
-  std::uint32_t step_ = 0;
-  bool diverged_ = false;
-  bool used_ = false;
+  struct Trace {
+    std::uint32_t id = 0;
+    std::uint32_t depth = 0;     // steps whose records were alive when it began
+    std::uint32_t follower = 0;  // the trace of the step that came next
+    Bytes live_peak = 0;
+    Bytes unavoidable = 0;  // the lesser live peak of the last two such steps
+    std::vector<Entry> entries;
+    std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
+    std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
+
+    bool repeats(const Trace& other) const;
+  };
+  struct Step {
+    std::uint32_t serial = 0;
+    std::uint32_t before = 0;  // the trace learned last when it began
+    std::size_t alive = 0;     // records
+    bool diverged = false;
+    Use began = 0;
+    std::shared_ptr<const Trace> trace;  // what it follows
+    Trace seen;                          // what it teaches
+  };
+
+  Step* find(std::uint32_t serial);
+  const Step* find(std::uint32_t serial) const;
+  const Entry* expected(Place place, const Step** step) const;
+  std::shared_ptr<Trace> first_guess(std::uint32_t depth) const;
+  void follow(Step& step);
+  void end(Step* step);
+  void learn(Step& step);
+
+  std::list<std::shared_ptr<Trace>> traces_;  // newest first
+  std::list<Step> steps_;                     // those whose records are alive, and the newest
+  Step* now_ = nullptr;                       // the newest; null before the first
+  Step* using_ = nullptr;                     // whose record was asked for last
+  std::uint32_t serial_ = 0;
+  std::uint32_t ids_ = 0;
+  std::uint32_t learned_ = 0;  // the trace learned last
+  Use uses_ = 0;
+  Bytes high_ = kUnlimited;
 };
 
 }  // namespace stagehand::core

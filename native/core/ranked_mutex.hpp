@@ -8,7 +8,7 @@
 
 namespace stagehand::core {
 
-enum class Rank : int { registry = 1, device = 2 };
+enum class Rank : int { registry = 1, device = 2, pacer = 3 };
 
 class RankedMutex {
  public:
@@ -26,8 +26,8 @@ class RankedMutex {
     held() = previous_;
     mutex_.unlock();
   }
-  // Whether this thread holds any core lock: asserted false before driver calls that can wait.
-  static bool any_held() { return held() != 0; }
+  // To be said before a driver call that can wait: this thread holds no lock of the core (rule T2).
+  static void expect_none_held() { SH_CHECK(held() == 0); }
 
  private:
   static int& held() {

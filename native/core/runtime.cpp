@@ -11,6 +11,12 @@ namespace stagehand::core {
 
 namespace {
 constexpr int kPrefetchReach = 64;  // records looked at beyond the one unpacked
+
+// The saved range comes back from its first unit on, into a block for just that.
+Bytes returning_begin(const Record& record) { return record.begin / kBlockUnit * kBlockUnit; }
+Bytes returning_bytes(const Record& record) {
+  return DeviceHeap::block_bytes(record.end - returning_begin(record));
+}
 }  // namespace
 
 // Walk 1 ------------------------------------------------------------------------------------------
@@ -35,6 +41,7 @@ Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph
   block->fence.clear();  // the stream is behind all of it
   counters_.requested_bytes += bytes;
   *address = block->address;
+  seal(lock);
   return Status::ok;
 }
 
@@ -57,6 +64,7 @@ Block* Runtime::acquire(Lock& lock, Bytes bytes, driver::Stream stream, std::uin
   if (block != nullptr) {
     block->serial = ++serial_;
     counters_.occupy(block->size);
+    plan_.live(counters_.occupied - counters_.retained);
   }
   return block;
 }
@@ -70,6 +78,7 @@ bool Runtime::free(Address address) {
   ++counters_.frees;
   block->owned_by_torch = false;
   owner_left(block);
+  seal(lock);
   return true;
 }
 
@@ -86,8 +95,11 @@ void Runtime::owner_left(Block* block) {
   if (block->record != nullptr) {
     block->arena->set_state(block, BlockState::retained);
     counters_.retain(block->size);
-    if (budget_.armed && !block->record->asked && plan_.leaves(block->record->place)) {
-      write_back(*block->record);
+    if (budget_.armed && saving_) {
+      if (plan_.leaves(block->record->place) && !write_back(*block->record)) {
+        ++held_back_;
+      }
+      write_back_ahead();
     }
   } else {
     counters_.vacate(block->size);
@@ -161,7 +173,7 @@ Saved Runtime::save(Address data, Address first, Address last) {
       return {Refusal::older_than_pool, {}, 0};
     }
     record = ledger_.open(block, first - block->address, last - block->address);
-    record->place = plan_.saved(block->size);
+    record->place = plan_.saved(block->size, Ledger::id_of(*record));
     block->record = record;
   } else {
     const Bytes begin = first - block->address + record->block_begin;
@@ -172,6 +184,7 @@ Saved Runtime::save(Address data, Address first, Address last) {
       record->end = std::max(record->end, end);
     }
   }
+  saving_ = true;
   ++record->handles;
   ++counters_.handles;
   ++counters_.activations_saved;
@@ -197,11 +210,13 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
     Tick tick;
     clocks_.of(record->stream).record(&tick);  // a fine clock for restores, as in save
   }
-  plan_.unpacked();
+  plan_.unpacked(record->place);
+  saving_ = false;
   record->asked = true;
   const bool was_resident = record->block != nullptr;
   Status status = Status::ok;
   if (!was_resident && !restore(lock, *record, &status)) {
+    seal(lock);
     return {status, 0, nullptr};
   }
   Block* block = record->block;
@@ -211,6 +226,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   if (block->state == BlockState::retained) {
     block->arena->set_state(block, BlockState::live);
     counters_.release_retained(block->size);
+    plan_.live(counters_.occupied - counters_.retained);
   }
   ++block->aliases;
   ++counters_.aliases;
@@ -230,96 +246,148 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
     block->add_user(clock.index());
   }
   prefetch(*record);
-  return {Status::ok, block->address + offset - record->block_begin, block};
+  const Address address = block->address + offset - record->block_begin;
+  seal(lock);  // the alias holds the block meanwhile
+  return {Status::ok, address, block};
+}
+
+// A block that was acquired and is not used after all; work queued on its stream may name it.
+void Runtime::give_back(Block* block) {
+  counters_.vacate(block->size);
+  block->idle_from = block->arena->clock.upcoming();
+  heap_.give(block);
+}
+
+// Queues the copies back and puts them on the books; on failure the blocks are given back.
+Status Runtime::bring_back(std::span<const Arrival> arrivals) {
+  for (const auto& [record, block] : arrivals) {
+    record->block_begin = returning_begin(*record);
+  }
+  const Status status = mover_->copy_in(arrivals);
+  const std::uint32_t pair = status == Status::ok && arrivals.size() == 1
+                                 ? stalls_.copied(mover_->in().clock().stream())
+                                 : StallMeter::kNone;  // small ones together: not worth an event
+  for (const auto& [record, block] : arrivals) {
+    if (status != Status::ok) {
+      give_back(block);
+      continue;
+    }
+    record->stall_pair = pair;
+    record->block = block;
+    block->record = record;
+    ++record->restores;
+    counters_.evicted -= record->bytes();
+    counters_.restored_bytes += record->bytes();
+  }
+  return status;
 }
 
 // Brings an evicted record back. Another thread may do so first: the lock is given up when room
 // has to be made outside it.
 bool Runtime::restore(Lock& lock, Record& record, Status* status) {
-  while (record.copying) {  // a pageable copy in another thread: rare, and it ends on its own
-    lock.unlock();
-    std::this_thread::yield();
-    lock.lock();
-  }
-  if (record.block != nullptr) {
-    return true;
-  }
-  const Bytes begin = record.begin / kBlockUnit * kBlockUnit;
-  Block* block =
-      acquire(lock, DeviceHeap::block_bytes(record.end - begin), record.stream, 0, status);
-  if (block == nullptr) {
-    return record.block != nullptr;
-  }
-  if (record.block != nullptr || record.copying) {
-    counters_.vacate(block->size);
-    heap_.give(block);
-    return record.block != nullptr || restore(lock, record, status);
-  }
-  record.block_begin = begin;
-  if (record.copy.slabs.front()->pageable) {
-    restore_pageable(lock, record, block, status);
-  } else {
-    *status = mover_->copy_in(record, block);
-    if (*status == Status::ok) {
-      record.stall_pair = stalls_.copied(mover_->h2d().stream());
+  for (;;) {
+    while (record.copying) {  // another thread waits for its copy: rare, and it ends on its own
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
     }
+    if (record.block != nullptr) {
+      return true;
+    }
+    if (!intact(record)) {
+      *status = Status::corrupted;
+      return false;
+    }
+    Block* block = acquire(lock, returning_bytes(record), record.stream, 0, status);
+    if (block == nullptr) {
+      return record.block != nullptr;
+    }
+    if (record.block != nullptr || record.copying) {
+      give_back(block);
+      continue;
+    }
+    if (record.copy.slabs.front()->pageable) {
+      *status = restore_pageable(lock, record, block);
+    } else {
+      const Arrival arrival{&record, block};
+      *status = bring_back({&arrival, 1});
+    }
+    counters_.restores += *status == Status::ok ? 1 : 0;
+    return *status == Status::ok;
   }
-  if (*status != Status::ok) {
-    counters_.vacate(block->size);
-    block->idle_from = block->arena->clock.upcoming();
-    heap_.give(block);
-    return false;
-  }
-  block->record = &record;
-  record.block = block;
-  counters_.evicted -= record.bytes();
-  ++record.restores;
-  ++counters_.restores;
-  counters_.restored_bytes += record.bytes();
-  return true;
 }
 
-// What comes next in reverse order of saving, into room that is free below `low`, less what the
-// step turned out to need itself. Never evicts, never grows.
+// The record that backward is expected to ask for next: by the plan, else the one saved before.
+Record* Runtime::next_wanted(const Record& record) {
+  Plan::Place next;
+  RecordId id;
+  if (plan_.next_after(record.place, &next, &id)) {
+    return ledger_.find(id);  // null where it is gone already: its room is too
+  }
+  return record.older;
+}
+
+// Whether a prefetch leaves the step what it needs for itself until the record is asked for: as the
+// plan knows it, below the ceiling; without a plan, what is above `low`. Less what earlier steps
+// turned out to need beyond that.
+bool Runtime::room_to_prefetch(Bytes bytes, Bytes step_needs, bool planned) {
+  const Bytes live = counters_.occupied - counters_.retained;
+  const Bytes held = planned ? counters_.retained + std::max(live, step_needs) : counters_.occupied;
+  const Bytes top = planned ? ceiling() : budget_.low;
+  return fits_under(held, bytes, top - std::min(top, prefetch_reserve_));
+}
+
+// What comes next, into room that is free and stays so. Never evicts, never grows.
 void Runtime::prefetch(Record& from) {
   if (!budget_.armed || counters_.evicted == 0) {
     return;
   }
-  Record* record = from.older;
-  for (int reach = 0; record != nullptr && reach < kPrefetchReach;
-       record = record->older, ++reach) {
-    if (!record->evicted() || record->copying || record->copy.slabs.front()->pageable) {
+  arrivals_.clear();
+  Bytes step_needs = plan_.live_after(from.place);
+  const bool planned = step_needs > 0;
+  Record* record = next_wanted(from);
+  const auto flush = [&] {
+    const Status status = arrivals_.empty() ? Status::ok : bring_back(arrivals_);
+    for (const auto& [one, block] : arrivals_) {
+      if (status == Status::ok) {
+        one->prefetched = true;
+        block->arena->set_state(block, BlockState::retained);
+        counters_.retain(block->size);
+        ++counters_.prefetches;
+      }
+    }
+    arrivals_.clear();
+    return status == Status::ok;
+  };
+  for (int reach = 0; record != nullptr && reach < kPrefetchReach; ++reach) {
+    Record& one = *record;
+    record = next_wanted(one);
+    const Bytes needs_before = step_needs;
+    step_needs = std::max(step_needs, plan_.live_after(one.place));
+    if (!one.evicted() || one.copying || one.copy.slabs.front()->pageable) {
       continue;
     }
-    const Bytes begin = record->begin / kBlockUnit * kBlockUnit;
-    const Bytes bytes = DeviceHeap::block_bytes(record->end - begin);
-    if (!fits_under(counters_.occupied, bytes, budget_.low - prefetch_reserve_)) {
-      return;
+    const Bytes bytes = returning_bytes(one);
+    if (mover_->in().full() || !room_to_prefetch(bytes, needs_before, planned) || !intact(one)) {
+      break;
     }
-    Arena* arena = heap_.arena_for(record->stream, bytes, 0);
+    Arena* arena = heap_.arena_for(one.stream, bytes, 0);
     Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
     if (block == nullptr) {
-      return;
+      break;
     }
     block->serial = ++serial_;
-    record->block_begin = begin;
-    if (mover_->copy_in(*record, block) != Status::ok) {
-      block->idle_from = arena->clock.upcoming();
-      heap_.give(block);
+    counters_.occupy(block->size);
+    if (bytes >= kSmallCopy && !flush()) {
+      give_back(block);
       return;
     }
-    record->stall_pair = stalls_.copied(mover_->h2d().stream());
-    record->prefetched = true;
-    record->block = block;
-    block->record = record;
-    arena->set_state(block, BlockState::retained);
-    counters_.retain(block->size);
-    counters_.occupy(block->size);
-    counters_.evicted -= record->bytes();
-    ++record->restores;
-    ++counters_.prefetches;
-    counters_.restored_bytes += record->bytes();
+    arrivals_.push_back({&one, block});
+    if (bytes >= kSmallCopy && !flush()) {
+      return;
+    }
   }
+  flush();
 }
 
 bool Runtime::resident(RecordId id) {
@@ -340,6 +408,7 @@ void Runtime::drop_alias(Block* block) {
   --block->aliases;
   --counters_.aliases;
   owner_left(block);
+  seal(lock);
 }
 
 void Runtime::drop_handle(RecordId id) {
@@ -363,6 +432,7 @@ void Runtime::end_record(Record& record) {
   }
   stalls_.forget(record.stall_pair);
   release_copy(record);
+  plan_.closed(record.place);
   ledger_.close(&record);
   counters_.records = ledger_.size();
   if (block != nullptr) {
@@ -381,6 +451,7 @@ void Runtime::release_copy(Record& record) {
     pinned_.give(slab);
   }
   record.copy.slabs.clear();
+  record.copy.sealed = false;
 }
 
 bool Runtime::keep(Address address) {

@@ -79,8 +79,8 @@ class Runtime {
   // The pool is closed; the watermarks stay armed until the last record dies.
   void clear_budget();
   void set_limit(Bytes limit);
-  // For copies queued from now on.
-  void set_lane_limits(const LaneLimits& limits);
+  // For copies queued from now on. False: rates cannot be held here, and nothing has changed.
+  bool set_lane_limits(const LaneLimits& limits);
   LaneLimits lane_limits();
   // False: slabs of other sizes are in use, and nothing has changed.
   bool configure_pinned(const SizeClasses& classes, Bytes host_limit);
@@ -116,6 +116,10 @@ class Runtime {
                  Status* status);
   bool restore(Lock& lock, Record& record, Status* status);
   void prefetch(Record& from);
+  Record* next_wanted(const Record& record);
+  bool room_to_prefetch(Bytes bytes, Bytes step_needs, bool planned);
+  Status bring_back(std::span<const Arrival> arrivals);
+  void give_back(Block* block);
   void owner_left(Block* block);
   void record_users(Block* block);
   void end_record(Record& record);
@@ -124,6 +128,8 @@ class Runtime {
   // runtime_control.cpp
   bool wait_for_gpu(Lock& lock);
   // runtime_limits.cpp
+  void seal(Lock& lock);
+  bool intact(Record& record);
   Bytes saved_in_use() const;
   // runtime_reclaim.cpp
   Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
@@ -131,16 +137,18 @@ class Runtime {
   void look(const Arena& arena, bool with_victims);
   Block* take_idle_window(Arena& arena, Bytes bytes);
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
-  Record* oldest_evictable(bool small_first);
+  Record* last_needed(bool small_first);
   Evicted evict(Record& record, bool squeeze, Bytes* missing);
-  void write_back(Record& record);
+  bool copy_out(Record& record);
+  bool write_back(Record& record);
+  void write_back_ahead();
   bool take_slabs(Record& record, bool squeeze, Bytes* missing);
   void evict_to_low(Bytes incoming);
   void evict_all(Lock& lock);
   Block* overshoot(Arena& arena, Bytes bytes, Status* status);
   bool make_slabs(Lock& lock, Bytes wanted);
   bool copy_out_pageable(Lock& lock);
-  void restore_pageable(Lock& lock, Record& record, Block* block, Status* status);
+  Status restore_pageable(Lock& lock, Record& record, Block* block);
   bool evictable(const Block& block) const;
   Bytes ceiling() const;
 
@@ -168,8 +176,13 @@ class Runtime {
   DebugModes debug_;
   LaneLimits lane_limits_;
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
-  std::vector<Candidate> candidates_;           // scratch of look
+  bool saving_ = false;                // the last that happened to a record: saved, not asked for
+  std::size_t held_back_ = 0;          // planned write-backs that a cap held back
+  std::vector<RecordId> unsealed_;     // copied out, and no checksum yet
+  std::vector<Candidate> candidates_;  // scratch of look
   std::vector<Block*> candidate_blocks_;
+  std::vector<Record*> leaving_;   // scratch of write_back
+  std::vector<Arrival> arrivals_;  // scratch of prefetch
 };
 
 }  // namespace stagehand::core

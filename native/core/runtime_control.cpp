@@ -1,5 +1,6 @@
 // Opening a device, its settings, and what it tells about itself.
 #include <algorithm>
+#include <array>
 #include <cstdio>
 
 #include "core/check.hpp"
@@ -34,7 +35,7 @@ Runtime* Runtime::open(const driver::Table& table, int device, std::string* erro
   if (result != driver::kSuccess) {
     return fail("cuMemGetAllocationGranularity", result);
   }
-  driver::Stream lanes[2] = {nullptr, nullptr};
+  std::array<driver::Stream, 4> lanes{};  // two streams each
   for (driver::Stream& lane : lanes) {
     result = table.stream_create(&lane, driver::kStreamNonBlocking, 0);
     if (result != driver::kSuccess) {
@@ -43,8 +44,7 @@ Runtime* Runtime::open(const driver::Table& table, int device, std::string* erro
   }
   auto* runtime =
       new Runtime(table, device, context, total_bytes, std::max<Bytes>(granularity, 2_MiB));
-  runtime->mover_ = new Mover(table, runtime->clocks_, runtime->clocks_.of(lanes[0]),
-                              runtime->clocks_.of(lanes[1]));
+  runtime->mover_ = new Mover(table, runtime->clocks_, lanes);
   return runtime;
 }
 
@@ -70,7 +70,7 @@ void Runtime::set_budget(const Budget& budget) {
     budget_.limit = std::min(budget.limit, process_limit_);
     budget_.armed = true;
     pool_open_ = true;
-    plan_.begin_step();
+    plan_.begin_step(budget.high);
     prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
     pool_serial_ = serial_;
     if (counters_.mapped <= budget_.high || !heap_.has_free_piece()) {
@@ -140,6 +140,7 @@ bool Runtime::wait_for_gpu(Lock& lock) {
   }
   ++counters_.host_waits;
   lock.unlock();
+  RankedMutex::expect_none_held();
   const bool idle = table_.ctx_synchronize() == driver::kSuccess;
   lock.lock();
   return idle;

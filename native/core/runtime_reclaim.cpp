@@ -6,8 +6,15 @@
 
 namespace stagehand::core {
 
-// Where growth stops before anything is evicted.
-Bytes Runtime::ceiling() const { return std::min(budget_.high, budget_.limit); }
+namespace {
+constexpr std::size_t kSmallTogether = 64;  // records in one batch of small copies
+}  // namespace
+
+// Where growth stops before anything is evicted: `high`, unless the step is known to need more live
+// memory than that anyway; evicting then would move bytes and hold nothing down.
+Bytes Runtime::ceiling() const {
+  return std::min(std::max(budget_.high, plan_.unavoidable()), budget_.limit);
+}
 
 bool Runtime::evictable(const Block& block) const {
   return block.state == BlockState::retained && !block.record->copying;
@@ -88,13 +95,14 @@ void Runtime::look(const Arena& arena, bool with_victims) {
     if (b->state == BlockState::free || b->state == BlockState::evicting) {
       candidate.kind = Candidate::Kind::idle;
       for (const Tick& tick : b->fence) {
-        if (tick.clock == mover_->d2h().index() && arena.clock.waited(tick.clock) < tick.seq) {
+        if (tick.clock == mover_->out().clock().index() &&
+            arena.clock.waited(tick.clock) < tick.seq) {
           candidate.age = tick.seq;
         }
       }
     } else if (with_victims && evictable(*b)) {
       candidate.kind = Candidate::Kind::victim;
-      candidate.age = b->record->order;
+      candidate.age = ~plan_.next_use(b->record->place, b->record->order);
     }
     candidates_.push_back(candidate);
     candidate_blocks_.push_back(b);
@@ -117,8 +125,8 @@ Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Byt
   look(arena, true);
   const Window window = choose_window(candidates_, bytes);
   if (!window.found) {
-    Record* oldest = oldest_evictable(arena.key.small);
-    return oldest != nullptr ? evict(*oldest, squeeze, missing) : Evicted::none;
+    Record* last = last_needed(arena.key.small);
+    return last != nullptr ? evict(*last, squeeze, missing) : Evicted::none;
   }
   Evicted result = Evicted::none;
   for (std::size_t i = window.begin; i < window.end; ++i) {
@@ -135,21 +143,23 @@ Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Byt
   return result;
 }
 
-// Records in small arenas free pieces for a large request only when whole pieces come free: last.
-Record* Runtime::oldest_evictable(bool small_first) {
-  Record* other = nullptr;
+// The evictable record whose next use is farthest; where nobody knows, the oldest. Records in small
+// arenas free pieces for a large request only when whole pieces come free: last.
+Record* Runtime::last_needed(bool small_first) {
+  Record* found[2] = {nullptr, nullptr};  // of small arenas, of others
+  Plan::Use latest[2] = {0, 0};
   for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
     if (r->block == nullptr || !evictable(*r->block)) {
       continue;
     }
-    if (small_first || !r->block->arena->key.small) {
-      return r;
-    }
-    if (other == nullptr) {
-      other = r;
+    const std::size_t kind = r->block->arena->key.small && !small_first ? 0 : 1;
+    const Plan::Use use = plan_.next_use(r->place, r->order);
+    if (found[kind] == nullptr || use > latest[kind]) {
+      found[kind] = r;
+      latest[kind] = use;
     }
   }
-  return other;
+  return found[1] != nullptr ? found[1] : found[0];
 }
 
 // Device to host and release. A clean record's block is released at once.
@@ -162,12 +172,10 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
     if (!take_slabs(record, squeeze, missing)) {
       return Evicted::needs_slab;
     }
-    if (mover_->copy_out(record) != Status::ok) {
-      release_copy(record);  // the slabs' fences cover what was queued; the block stays as it is
+    if (!copy_out(record)) {
       return Evicted::none;
     }
     ++counters_.dirty_evictions;
-    counters_.evicted_bytes += record.bytes();
   }
   if (debug_.poison) {
     mover_->poison(block);
@@ -191,23 +199,73 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   return Evicted::yes;
 }
 
+// Queues the copy of a record that has its slabs. With a small one go others like it: a copy costs
+// the same however small, and theirs is then done when their turn comes. False: the driver refused;
+// the slabs' fences cover what was queued, and the blocks stay as they are.
+bool Runtime::copy_out(Record& record) {
+  leaving_.assign(1, &record);
+  if (record.bytes() < kSmallCopy) {
+    Bytes missing = 0;
+    for (Record* r = record.newer; r != nullptr && leaving_.size() < kSmallTogether; r = r->newer) {
+      if (r->bytes() < kSmallCopy && r->block != nullptr && evictable(*r->block) && !r->clean() &&
+          !r->asked && take_slabs(*r, false, &missing)) {
+        leaving_.push_back(r);
+      }
+    }
+  }
+  if (mover_->copy_out(leaving_) != Status::ok) {
+    for (Record* r : leaving_) {
+      release_copy(*r);
+    }
+    return false;
+  }
+  counters_.write_backs += leaving_.size() - 1;
+  for (Record* r : leaving_) {
+    counters_.evicted_bytes += r->bytes();
+    if (debug_.checksums) {
+      unsealed_.push_back(Ledger::id_of(*r));
+    }
+  }
+  return true;
+}
+
 // Makes a retained record clean ahead of need, so that evicting it costs nothing. With the slabs
-// there are, and never after backward has brought it back once.
-void Runtime::write_back(Record& record) {
+// there are, and never after backward has asked for it. False: the lane's cap holds it back.
+bool Runtime::write_back(Record& record) {
   Bytes missing = 0;
-  if (record.clean() || record.copying) {
-    return;
+  if (record.clean() || record.copying || record.asked) {
+    return true;
+  }
+  if (mover_->out().full()) {
+    return false;
   }
   const driver::ContextGuard guard(table_, context_);
-  if (!take_slabs(record, false, &missing)) {
+  if (take_slabs(record, false, &missing) && copy_out(record)) {
+    ++counters_.write_backs;
+  }
+  return true;
+}
+
+// Copies out what is expected to leave: under a plan what a cap held back before; without one,
+// while memory is short, as much of what is needed last as would bring it down to `low`.
+void Runtime::write_back_ahead() {
+  const bool planned = plan_.follows();
+  if (planned ? held_back_ == 0 : counters_.occupied <= budget_.low) {
     return;
   }
-  if (mover_->copy_out(record) != Status::ok) {
-    release_copy(record);
-    return;
+  held_back_ = 0;
+  Bytes wanted = planned ? kUnlimited : counters_.occupied - budget_.low;
+  for (Record* r = ledger_.oldest(); r != nullptr && wanted > 0; r = r->newer) {
+    if (r->block == nullptr || r->block->state != BlockState::retained || r->asked ||
+        (planned && !plan_.leaves(r->place))) {
+      continue;
+    }
+    if (!write_back(*r)) {
+      ++held_back_;
+      return;
+    }
+    wanted -= std::min(wanted, r->block->size);
   }
-  ++counters_.write_backs;
-  counters_.evicted_bytes += record.bytes();
 }
 
 // Slabs for the whole saved range into record.copy, or none and the bytes that found no slab.
@@ -235,7 +293,7 @@ bool Runtime::take_slabs(Record& record, bool squeeze, Bytes* missing) {
 void Runtime::evict_to_low(Bytes incoming) {
   Bytes missing = 0;
   while (!fits_under(counters_.occupied, incoming, budget_.low)) {
-    Record* oldest = oldest_evictable(false);
+    Record* oldest = last_needed(false);
     if (oldest == nullptr || evict(*oldest, false, &missing) != Evicted::yes) {
       return;
     }
@@ -244,8 +302,7 @@ void Runtime::evict_to_low(Bytes incoming) {
 
 void Runtime::evict_all(Lock& lock) {
   Bytes missing = 0;
-  for (Record* record = oldest_evictable(true); record != nullptr;
-       record = oldest_evictable(true)) {
+  for (Record* record = last_needed(true); record != nullptr; record = last_needed(true)) {
     const Evicted result = evict(*record, true, &missing);
     if (result == Evicted::none || (result == Evicted::needs_slab && !make_slabs(lock, missing))) {
       return;
@@ -319,25 +376,27 @@ bool Runtime::copy_out_pageable(Lock& lock) {
   if (slab == nullptr) {
     return false;
   }
-  const Address source = record->block->address + record->begin - record->block_begin;
-  const Bytes bytes = record->bytes();
   bool copied = mover_->order_copy_out(*record) == Status::ok;
+  const Copy copy{record->block->address + record->begin - record->block_begin, slab->host,
+                  record->bytes()};
+  const driver::Stream stream = mover_->out().clock().stream();
   record->copying = true;
   ++counters_.host_waits;
   ++counters_.pageable_copies;
   lock.unlock();
   {
+    RankedMutex::expect_none_held();
     const driver::ContextGuard guard(table_, context_);
-    const driver::Stream lane = mover_->d2h().stream();
-    copied = copied &&
-             table_.memcpy_dtoh_async(slab->host, source, bytes, lane) == driver::kSuccess &&
-             table_.stream_synchronize(lane) == driver::kSuccess;
+    copied = copied && mover_->out().copy_now(stream, copy);
   }
   lock.lock();
   record->copying = false;
   if (copied && record->handles > 0) {
     record->copy.slabs.push_back(slab);
-    counters_.evicted_bytes += bytes;
+    counters_.evicted_bytes += copy.bytes;
+    if (debug_.checksums) {
+      unsealed_.push_back(Ledger::id_of(*record));
+    }
     return true;
   }
   pinned_.give(slab);
@@ -348,30 +407,42 @@ bool Runtime::copy_out_pageable(Lock& lock) {
   return false;
 }
 
-// The same way back. The block is this thread's alone until the books say otherwise.
-void Runtime::restore_pageable(Lock& lock, Record& record, Block* block, Status* status) {
-  StreamClock& lane = mover_->h2d();
-  *status = clocks_.order_after(lane, {block->arena->clock.index(), block->idle_from});
-  if (*status == Status::ok) {
-    *status = clocks_.order_after(lane, block->fence);
+// The same way back, and onto the books. An alias stands for this thread meanwhile: the block is
+// nobody else's.
+Status Runtime::restore_pageable(Lock& lock, Record& record, Block* block) {
+  record.block_begin = record.begin / kBlockUnit * kBlockUnit;
+  Status status = mover_->order_copy_in(record, block);
+  if (status == Status::ok) {
+    const Copy copy{block->address + record.begin - record.block_begin,
+                    record.copy.slabs.front()->host, record.bytes()};
+    const driver::Stream stream = mover_->in().clock().stream();
+    record.copying = true;
+    ++block->aliases;
+    ++counters_.aliases;
+    ++counters_.host_waits;
+    lock.unlock();
+    bool copied = false;
+    {
+      RankedMutex::expect_none_held();
+      const driver::ContextGuard guard(table_, context_);
+      copied = mover_->in().copy_now(stream, copy);
+    }
+    lock.lock();
+    --block->aliases;
+    --counters_.aliases;
+    record.copying = false;
+    status = copied ? Status::ok : Status::driver_failed;
   }
-  if (*status != Status::ok) {
-    return;
+  if (status != Status::ok) {
+    give_back(block);
+    return status;
   }
-  const Address target = block->address + record.begin - record.block_begin;
-  record.copying = true;
-  ++counters_.host_waits;
-  lock.unlock();
-  bool copied = true;
-  {
-    const driver::ContextGuard guard(table_, context_);
-    copied = table_.memcpy_htod_async(target, record.copy.slabs.front()->host, record.bytes(),
-                                      lane.stream()) == driver::kSuccess;
-    copied = table_.stream_synchronize(lane.stream()) == driver::kSuccess && copied;
-  }
-  lock.lock();
-  record.copying = false;
-  *status = copied ? Status::ok : Status::driver_failed;
+  block->record = &record;
+  record.block = block;
+  ++record.restores;
+  counters_.evicted -= record.bytes();
+  counters_.restored_bytes += record.bytes();
+  return Status::ok;
 }
 
 }  // namespace stagehand::core

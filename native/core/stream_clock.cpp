@@ -1,6 +1,7 @@
 #include "core/stream_clock.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.hpp"
 
@@ -51,6 +52,18 @@ Status StreamClock::record(Tick* tick) {
     return Status::driver_failed;
   }
   *tick = {index_, next_++};
+  return Status::ok;
+}
+
+Status StreamClock::hop(driver::Stream* spare) {
+  Tick tick;
+  if (const Status status = record(&tick); status != Status::ok) {
+    return status;
+  }
+  if (table_.stream_wait_event(*spare, ring_[tick.seq % kRing], 0) != driver::kSuccess) {
+    return Status::driver_failed;
+  }
+  std::swap(stream_, *spare);
   return Status::ok;
 }
 

@@ -55,6 +55,10 @@ class StreamClock {
   // being captured into a CUDA graph: the event would be the graph's, and tell nothing.
   Status record(Tick* tick);
   bool captured() const;
+  // Goes on, in order, on `spare`, and leaves the stream it was on there. What is queued on one
+  // stream reaches the copy engine in one go and holds up everybody else's copies until it is done;
+  // a copy that waits for another stream's lets others through between the two.
+  Status hop(driver::Stream* spare);
   // The earliest recorded event at or after `seq`, recording one if there is none yet.
   Status event_for(Seq seq, driver::Event* event, Seq* actual);
   // Whether the work up to `seq` is done; asks the driver once, never waits, never records.
@@ -65,12 +69,12 @@ class StreamClock {
   void set_waited(std::uint32_t clock, Seq seq);
 
  private:
-  static constexpr Seq kRing =
-      512;  // older ticks are answered by the oldest event kept: later, safe
+  // Older ticks are answered by the oldest event kept: later than need be, and safe.
+  static constexpr Seq kRing = 2048;
 
   const driver::Table& table_;
   const int& captures_;  // the bank's count of captures under way
-  const driver::Stream stream_;
+  driver::Stream stream_;
   const std::uint32_t index_;
   Seq next_ = 1;
   Seq passed_ = 0;

@@ -103,9 +103,11 @@ std::string check_invariants(int device) {
 }
 
 // 0 is no limit; rates in bytes per second.
-void set_lane_limits(int device, std::uint32_t inflight_d2h, std::uint32_t inflight_h2d,
-                     core::Bytes rate_d2h, core::Bytes rate_h2d) {
-  opened(device).set_lane_limits({inflight_d2h, inflight_h2d, rate_d2h, rate_h2d});
+bool set_lane_limits(int device, std::uint32_t inflight_d2h, std::uint32_t inflight_h2d,
+                     core::Bytes rate_d2h, core::Bytes rate_h2d, core::Bytes piece) {
+  core::Runtime& runtime = opened(device);
+  const nb::gil_scoped_release unlocked;  // pins a page the first time there is a rate
+  return runtime.set_lane_limits({inflight_d2h, inflight_h2d, rate_d2h, rate_h2d, piece});
 }
 
 nb::tuple lane_limits(int device) {
@@ -113,7 +115,8 @@ nb::tuple lane_limits(int device) {
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     limits = runtime->lane_limits();
   }
-  return nb::make_tuple(limits.inflight_d2h, limits.inflight_h2d, limits.rate_d2h, limits.rate_h2d);
+  return nb::make_tuple(limits.inflight_d2h, limits.inflight_h2d, limits.rate_d2h, limits.rate_h2d,
+                        limits.piece);
 }
 
 void set_debug(bool evict_everything, bool poison, bool checksums) {
@@ -159,7 +162,7 @@ NB_MODULE(_native, module) {
   module.def("check_invariants", &check_invariants, "device"_a,
              nb::call_guard<nb::gil_scoped_release>());
   module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
-             "rate_d2h"_a, "rate_h2d"_a);
+             "rate_d2h"_a, "rate_h2d"_a, "piece"_a);
   module.def("lane_limits", &lane_limits, "device"_a);
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);

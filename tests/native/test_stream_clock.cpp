@@ -146,15 +146,15 @@ TEST("past 512 events an old tick is answered by a later event, never by an earl
   }
 }
 
-TEST("the ring makes 512 events and then records them again") {
+TEST("the ring makes 2048 events and then records them again") {
   Clocks clocks;
   const std::uint64_t before = Clocks::calls("cuEventCreate");
   Tick tick;
-  for (int i = 0; i < 2000; ++i) {
+  for (int i = 0; i < 5000; ++i) {
     clocks.a.record(&tick);
   }
-  CHECK_EQ(Clocks::calls("cuEventCreate") - before, 512);
-  CHECK_EQ(tick.seq, 2000);
+  CHECK_EQ(Clocks::calls("cuEventCreate") - before, 2048);
+  CHECK_EQ(tick.seq, 5000);
 }
 
 TEST("O4: an event that cannot be made or recorded is no tick, and the next one is whole") {

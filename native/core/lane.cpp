@@ -1,0 +1,113 @@
+#include "core/lane.hpp"
+
+#include <algorithm>
+#include <array>
+
+#include "core/check.hpp"
+
+namespace stagehand::core {
+
+namespace {
+
+constexpr std::size_t kTogether = 64;  // small copies in one call
+constexpr Bytes kPacedPiece = 4_MiB;   // a cap on bytes per second is kept in steps of this
+
+}  // namespace
+
+driver::Result Lane::copy_async(const Copy& copy, driver::Stream stream) const {
+  return way_ == Way::out ? table_.memcpy_dtoh_async(copy.host, copy.device, copy.bytes, stream)
+                          : table_.memcpy_htod_async(copy.device, copy.host, copy.bytes, stream);
+}
+
+Status Lane::queue(std::span<const Copy> copies) {
+  Status status = Status::ok;
+  while (!copies.empty() && status == Status::ok) {
+    std::size_t small = 0;
+    while (small < copies.size() && small < kTogether && copies[small].bytes < kSmallCopy) {
+      ++small;
+    }
+    const bool together = small > 1 && table_.memcpy_batch_async != nullptr;
+    const std::size_t count = together ? small : 1;
+    status = together ? queue_together(copies.first(count)) : queue_pieces(copies.front());
+    copies = copies.subspan(count);
+  }
+  return status;
+}
+
+Status Lane::queue_pieces(const Copy& copy) {
+  const Bytes largest = pacer_.paced() ? std::min(piece_, kPacedPiece) : piece_;
+  for (Bytes at = 0; at < copy.bytes; at += largest) {
+    const Copy piece{copy.device + at, copy.host + at, std::min(largest, copy.bytes - at)};
+    if (const Status status = admit(piece.bytes); status != Status::ok) {
+      return status;
+    }
+    if (copy_async(piece, clock_.stream()) != driver::kSuccess) {
+      return Status::driver_failed;
+    }
+    moved(piece.bytes);
+  }
+  return Status::ok;
+}
+
+Status Lane::queue_together(std::span<const Copy> copies) {
+  SH_CHECK(copies.size() <= kTogether);
+  std::array<driver::DevicePtr, kTogether> device{};
+  std::array<driver::DevicePtr, kTogether> host{};
+  std::array<std::size_t, kTogether> sizes{};
+  Bytes bytes = 0;
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    device[i] = copies[i].device;
+    host[i] = reinterpret_cast<driver::DevicePtr>(copies[i].host);
+    sizes[i] = copies[i].bytes;
+    bytes += copies[i].bytes;
+  }
+  if (const Status status = admit(bytes); status != Status::ok) {
+    return status;
+  }
+  const bool out = way_ == Way::out;
+  driver::CopyAttributes attributes;
+  std::size_t start = 0;
+  if (table_.memcpy_batch_async((out ? host : device).data(), (out ? device : host).data(),
+                                sizes.data(), copies.size(), &attributes, &start, 1,
+                                clock_.stream()) != driver::kSuccess) {
+    return Status::driver_failed;
+  }
+  moved(bytes);
+  return Status::ok;
+}
+
+Status Lane::admit(Bytes bytes) {
+  return pacer_.paced() ? pacer_.admit(clock_.stream(), bytes) : Status::ok;
+}
+
+// Where hopping fails the lane stays where it is: in order, and less considerate.
+void Lane::moved(Bytes bytes) {
+  since_hop_ += bytes;
+  if (since_hop_ >= piece_ && clock_.hop(&spare_) == Status::ok) {
+    since_hop_ = 0;
+  }
+}
+
+bool Lane::copy_now(driver::Stream stream, const Copy& copy) const {
+  const bool queued = copy_async(copy, stream) == driver::kSuccess;
+  return table_.stream_synchronize(stream) == driver::kSuccess && queued;
+}
+
+void Lane::note(Tick tick) {
+  if (inflight_ > 0) {
+    under_way_.push_back(tick.seq);
+  }
+}
+
+bool Lane::full() {
+  if (inflight_ == 0) {
+    under_way_.clear();
+    return false;
+  }
+  while (!under_way_.empty() && clock_.passed(under_way_.front())) {
+    under_way_.pop_front();
+  }
+  return under_way_.size() >= inflight_;
+}
+
+}  // namespace stagehand::core

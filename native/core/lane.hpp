@@ -1,0 +1,68 @@
+// A lane: one direction of the link, with its caps. Copies run in the order they are queued, in
+// pieces that let other people's copies through between them. Guarded by the device's lock.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <span>
+
+#include "core/pacer.hpp"
+#include "core/stream_clock.hpp"
+
+namespace stagehand::core {
+
+// Between `device` and `host`, whichever way the lane goes.
+struct Copy {
+  Address device = 0;
+  std::byte* host = nullptr;
+  Bytes bytes = 0;
+};
+
+inline constexpr Bytes kSmallCopy = 64_KiB;  // below this a copy costs the same however small
+
+class Lane {
+ public:
+  enum class Way { out, in };  // device to host; host to device
+
+  // `clock` is on one stream of the lane's own, `spare` is another.
+  Lane(const driver::Table& table, Way way, StreamClock& clock, driver::Stream spare)
+      : table_(table), way_(way), clock_(clock), spare_(spare), pacer_(table) {}
+
+  StreamClock& clock() { return clock_; }
+  Pacer& pacer() { return pacer_; }
+
+  // Queues the copies behind all that the lane's clock was made to wait for. Small ones go together
+  // where the driver can. When this fails half-way, what was queued still runs.
+  Status queue(std::span<const Copy> copies);
+  // One copy that the caller waits for, without the device's lock, on the stream that was the
+  // lane's when its order was queued. True: it has moved.
+  bool copy_now(driver::Stream stream, const Copy& copy) const;
+
+  void limit(std::uint32_t inflight, Bytes piece) {
+    inflight_ = inflight;
+    piece_ = piece;
+  }
+  // A copy that ends at `tick` was queued.
+  void note(Tick tick);
+  // Whether copies made ahead of need should hold back.
+  bool full();
+
+ private:
+  Status queue_pieces(const Copy& copy);
+  Status queue_together(std::span<const Copy> copies);
+  Status admit(Bytes bytes);
+  void moved(Bytes bytes);
+  driver::Result copy_async(const Copy& copy, driver::Stream stream) const;
+
+  const driver::Table& table_;
+  const Way way_;
+  StreamClock& clock_;
+  driver::Stream spare_;
+  Pacer pacer_;
+  std::uint32_t inflight_ = 0;
+  Bytes piece_ = 16_MiB;
+  Bytes since_hop_ = 0;
+  std::deque<Seq> under_way_;  // ends of copies not known to be done; only kept under a cap
+};
+
+}  // namespace stagehand::core

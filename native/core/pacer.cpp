@@ -1,0 +1,96 @@
+#include "core/pacer.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace stagehand::core {
+
+namespace {
+constexpr std::size_t kPage = 4096;
+constexpr auto kTurn = std::chrono::microseconds(100);
+}  // namespace
+
+bool Pacer::prepare() {
+  Lock lock(mutex_);
+  if (word_ != nullptr) {
+    return true;
+  }
+  lock.unlock();
+  void* page = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) {
+    return false;
+  }
+  madvise(page, kPage, MADV_DONTFORK);
+  bool ready = table_.host_register(page, kPage, driver::kHostRegisterPortable) == driver::kSuccess;
+  lock.lock();
+  if (ready && word_ == nullptr) {
+    try {
+      std::thread(&Pacer::run, this).detach();
+      word_ = static_cast<std::uint64_t*>(page);
+      return true;
+    } catch (const std::system_error&) {
+      ready = false;  // no thread to be had
+    }
+  }
+  const bool done = word_ != nullptr;  // another thread was first
+  lock.unlock();
+  if (!ready || table_.host_unregister(page) == driver::kSuccess) {
+    munmap(page, kPage);
+  }
+  return done;
+}
+
+void Pacer::grant(Bytes total) {
+  granted_ = total;
+  if (word_ != nullptr) {
+    std::atomic_ref<std::uint64_t>(*word_).store(total, std::memory_order_release);
+  }
+}
+
+void Pacer::set_rate(Bytes per_second) {
+  const Lock lock(mutex_);
+  rate_ = per_second;
+  if (per_second == 0) {
+    grant(queued_);
+  }
+  changed_.notify_one();
+}
+
+Status Pacer::admit(driver::Stream stream, Bytes bytes) {
+  const Lock lock(mutex_);
+  if (rate_ == 0) {
+    return Status::ok;
+  }
+  const auto word = reinterpret_cast<driver::DevicePtr>(word_);
+  if (table_.stream_wait_value64(stream, word, queued_ + bytes, driver::kWaitValueGeq) !=
+      driver::kSuccess) {
+    return Status::driver_failed;
+  }
+  queued_ += bytes;
+  changed_.notify_one();
+  return Status::ok;
+}
+
+void Pacer::run() {
+  using Clock = std::chrono::steady_clock;
+  Lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return granted_ < queued_; });
+    auto last = Clock::now();
+    while (granted_ < queued_) {
+      lock.unlock();
+      std::this_thread::sleep_for(kTurn);
+      lock.lock();
+      const auto now = Clock::now();
+      const double seconds = std::chrono::duration<double>(now - last).count();
+      last = now;
+      const auto more = static_cast<Bytes>(static_cast<double>(rate_.load()) * seconds);
+      grant(std::min(queued_, granted_ + more));
+    }
+  }
+}
+
+}  // namespace stagehand::core
