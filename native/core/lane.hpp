@@ -6,6 +6,7 @@
 #include <deque>
 #include <span>
 
+#include "core/lane_limits.hpp"
 #include "core/pacer.hpp"
 #include "core/stream_clock.hpp"
 
@@ -60,7 +61,7 @@ class Lane {
   driver::Stream spare_;
   Pacer pacer_;
   std::uint32_t inflight_ = 0;
-  Bytes piece_ = 16_MiB;
+  Bytes piece_ = LaneLimits{}.piece;
   Bytes since_hop_ = 0;
   std::deque<Seq> under_way_;  // ends of copies not known to be done; only kept under a cap
 };

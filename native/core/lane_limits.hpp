@@ -15,7 +15,7 @@ struct LaneLimits {
   Bytes rate_d2h = 0;
   Bytes rate_h2d = 0;
   // The most of ours that a copy of somebody else's has to wait behind.
-  Bytes piece = 16_MiB;
+  Bytes piece = 64_MiB;
 };
 
 }  // namespace stagehand::core

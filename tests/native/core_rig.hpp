@@ -57,6 +57,12 @@ inline Interludes& interludes() {
   return all;
 }
 
+// Where the last copy to the host went.
+inline unsigned char*& last_host_copy() {
+  static unsigned char* host = nullptr;
+  return host;
+}
+
 // The simulated driver with the interludes in it.
 inline driver::Table hooked_table() {
   static driver::Table real;
@@ -72,6 +78,11 @@ inline driver::Table hooked_table() {
     const driver::Result result = real.ctx_synchronize();
     play(interludes().ctx_synchronize);  // after all has passed, before the lock is back
     return result;
+  };
+  table.memcpy_dtoh_async = [](void* host, driver::DevicePtr device, std::size_t bytes,
+                               driver::Stream stream) {
+    last_host_copy() = static_cast<unsigned char*>(host);
+    return real.memcpy_dtoh_async(host, device, bytes, stream);
   };
   table.stream_synchronize = [](driver::Stream stream) {
     play(interludes().stream_synchronize);
