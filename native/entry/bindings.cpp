@@ -162,7 +162,7 @@ NB_MODULE(_native, module) {
   module.def("check_invariants", &check_invariants, "device"_a,
              nb::call_guard<nb::gil_scoped_release>());
   module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
-             "rate_d2h"_a, "rate_h2d"_a, "piece"_a);
+             "rate_d2h"_a, "rate_h2d"_a, "piece"_a = core::LaneLimits{}.piece);
   module.def("lane_limits", &lane_limits, "device"_a);
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
