@@ -15,6 +15,7 @@ from stagehand_alloc import _driver, _install, _stats, _telemetry, _trouble
 from stagehand_alloc._config import Budget, Config, Size, load_config, parse_size, resolve_budget
 from stagehand_alloc._errors import (
     ConfigError,
+    DriverError,
     ModeError,
     NestedPoolError,
     PoolThreadError,
@@ -145,16 +146,18 @@ class Pool:
             d2h_bytes_per_second, h2d_bytes_per_second: "10GB", "10GiB" or bytes, per second, over
                 all copies of that lane, the awaited ones too.
 
-        Returns the limits now in force. Raises ConfigError or SizeError; then nothing has changed.
+        Returns the limits now in force. Raises ConfigError, SizeError, or DriverError; then nothing
+        has changed.
         """
         with _registry_lock:
-            self._limits = self._limits.changed(
+            wanted = self._limits.changed(
                 max_inflight_d2h, max_inflight_h2d, d2h_bytes_per_second, h2d_bytes_per_second
             )
             if self._device is not None and _latest.get(self._device) is self:
                 _driver.check_process()
-                _driver.native().set_lane_limits(self._device, *self._limits.for_native())
-            return self._limits
+                _set_lane_limits(_driver.native(), self._device, wanted)
+            self._limits = wanted
+            return wanted
 
     def release_pinned(self, keep: int | str = 0) -> int:
         """Give host memory of the pinned pool back, down to ``keep``; returns the bytes given back.
@@ -172,8 +175,8 @@ class Pool:
         """This pool's limits and checksums, in place of those of the pool before it."""
         checksums = self._config.debug_checksums
         with _registry_lock:
+            _set_lane_limits(native, device, self._limits)
             _latest[device] = self
-            native.set_lane_limits(device, *self._limits.for_native())
             if checksums or device in _checksummed:
                 native.set_checksums(device, checksums)
                 (_checksummed.add if checksums else _checksummed.discard)(device)
@@ -343,6 +346,14 @@ def _check_order(high: Size | None, low: Size | None, limit: Size | None) -> Non
                 f"{small_name}={small!r} is above {large_name}={large!r}.",
                 f"Lower {small_name} or raise {large_name}: low <= high <= limit.",
             )
+
+
+def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:
+    if not native.set_lane_limits(device, *limits.for_native()):
+        raise DriverError(
+            f"The driver refused the page of pinned memory that rates need on device {device}.",
+            "Leave d2h_bytes_per_second and h2d_bytes_per_second out, or free host memory.",
+        )
 
 
 def _configure_pinned(native: Any, config: Config) -> None:

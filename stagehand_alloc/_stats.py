@@ -234,9 +234,11 @@ def with_proposal(found: PoolStats) -> PoolStats:
         pinned: Any = importlib.import_module("stagehand_alloc._pinned")
     except ImportError:
         return found
-    classes, counts = pinned.propose_classes(_driver.native().pinned_demand(found.device))
+    proposal = pinned.propose_classes(_driver.native().pinned_demand(found.device))
     return dataclasses.replace(
-        found, proposed_classes_mb=tuple(classes), proposed_slabs_per_class=tuple(counts)
+        found,
+        proposed_classes_mb=proposal.classes_mb,
+        proposed_slabs_per_class=proposal.slabs_per_class,
     )
 
 

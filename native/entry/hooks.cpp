@@ -213,10 +213,10 @@ void Hooks::raise_failed(const Handle& handle, core::Status status) {
     const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("ChecksumError");
     const std::string what = "The host copy of a saved tensor is not what was written to it: " +
                              handle.runtime->history(handle.record) + ".";
-    const nb::object error = type(
-        what,
-        "Nothing was restored from it. Test the machine's memory; if that is sound, look for code "
-        "that writes to host memory it does not own.");
+    const nb::object error =
+        type(what.c_str(),
+             "Nothing was restored from it. Test the machine's memory; if that is sound, look for "
+             "code that writes to host memory it does not own.");
     PyErr_SetObject(type.ptr(), error.ptr());
     throw nb::python_error();
   }

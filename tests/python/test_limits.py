@@ -16,6 +16,11 @@ GB = 10**9
 NONE = (0, 0, 0, 0)
 
 
+def in_force() -> tuple[int, ...]:
+    """In flight and bytes per second, each to the host and back; 0 is no limit."""
+    return _native.lane_limits(DEVICE)[:4]
+
+
 def test_only_what_is_named_changes() -> None:
     pool = stagehand_alloc.pool()
     assert pool.limits() == LaneLimits()
@@ -66,17 +71,29 @@ def test_limits_hold_from_entry_on_and_change_while_running() -> None:
     pool = stagehand_alloc.pool(config={"max_inflight_d2h": 1})
     pool.limits(h2d_bytes_per_second=GB)
     with pool:
-        assert _native.lane_limits(DEVICE) == (1, 0, 0, GB)
+        assert in_force() == (1, 0, 0, GB)
         pool.limits(max_inflight_h2d=4, max_inflight_d2h=None)
-        assert _native.lane_limits(DEVICE) == (0, 4, 0, GB)
+        assert in_force() == (0, 4, 0, GB)
         thread = threading.Thread(target=lambda: pool.limits(h2d_bytes_per_second=None))
         thread.start()
         thread.join()
-        assert _native.lane_limits(DEVICE) == (0, 4, 0, 0)
+        assert in_force() == (0, 4, 0, 0)
     pool.limits(max_inflight_h2d=6)  # backward runs now
-    assert _native.lane_limits(DEVICE) == (0, 6, 0, 0)
+    assert in_force() == (0, 6, 0, 0)
     with pool:
-        assert _native.lane_limits(DEVICE) == (0, 6, 0, 0)
+        assert in_force() == (0, 6, 0, 0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_driver_that_refuses_a_rate_is_named_and_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = stagehand_alloc.pool()
+    with pool:
+        monkeypatch.setattr(_native, "set_lane_limits", lambda *limits: False)
+        with pytest.raises(stagehand_alloc.DriverError, match="pinned memory that rates need"):
+            pool.limits(d2h_bytes_per_second="1GB")
+    assert pool._limits == LaneLimits()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -85,11 +102,11 @@ def test_the_limits_of_the_pool_entered_last_are_in_force() -> None:
     with first:
         pass
     with second:
-        assert _native.lane_limits(DEVICE) == NONE
+        assert in_force() == NONE
         first.limits(max_inflight_d2h=2)  # for its own steps
-        assert _native.lane_limits(DEVICE) == NONE
+        assert in_force() == NONE
     with first:
-        assert _native.lane_limits(DEVICE) == (2, 0, 0, 0)
+        assert in_force() == (2, 0, 0, 0)
     with second:
         pass
 

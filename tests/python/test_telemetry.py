@@ -222,7 +222,8 @@ def test_the_proposal_is_of_what_was_asked_of_the_pinned_pool(
     step(stagehand_alloc.pool(), 1)
     asked = [(3 * MIB, 4)]
     monkeypatch.setattr(_native, "pinned_demand", lambda device: asked, raising=False)
-    pinned = SimpleNamespace(propose_classes=lambda demand: ([3], [4]) if demand is asked else None)
+    proposal = SimpleNamespace(classes_mb=(3,), slabs_per_class=(4,))
+    pinned = SimpleNamespace(propose_classes=lambda demand: proposal if demand is asked else None)
     monkeypatch.setitem(sys.modules, "stagehand_alloc._pinned", pinned)
     found = stagehand_alloc.stats()
     assert (found.proposed_classes_mb, found.proposed_slabs_per_class) == ((3,), (4,))

@@ -44,7 +44,7 @@ def warned_of(action: Callable[[], Any], words: str) -> list[str]:
 
 
 def test_a_budget_nothing_can_hold_is_told_once_with_who_holds_what() -> None:
-    held = torch.ones(24 * MIB, dtype=torch.uint8)  # as parameters would be
+    held = torch.ones(32 * MIB, dtype=torch.uint8)  # as parameters would be
     pool = stagehand_alloc.pool(high="8MiB", low="4MiB")
 
     def steps() -> None:
@@ -89,11 +89,11 @@ def test_what_overshoots_after_the_pool_is_told_by_the_stats_or_the_next_entry(
 
 
 def test_one_budget_s_overshoot_is_not_held_against_another() -> None:
-    held = torch.ones(24 * MIB, dtype=torch.uint8)
+    held = torch.ones(32 * MIB, dtype=torch.uint8)
 
     def step(pool: stagehand_alloc.Pool) -> None:
         with pool:
-            torch.ones(4 * MIB, dtype=torch.uint8)
+            torch.ones(40 * MIB, dtype=torch.uint8)
 
     tight = stagehand_alloc.pool(high="8MiB")
     assert len(warned_of(lambda: step(tight), "No eviction can hold")) == 1
