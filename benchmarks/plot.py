@@ -26,16 +26,20 @@ SERIES: tuple[tuple[Callable[[str], bool], str, dict[str, Any]], ...] = (
 )
 
 
+TICKS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 8)  # of step time / plain torch, on a logarithmic axis
+
+
 def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def series(points: list[Point], chosen: Callable[[str], bool]) -> tuple[list[float], list[float]]:
-    """Peaks in GiB and times in ms of the chosen modes, from plain torch's point on."""
+    """Peaks in GiB and times over plain torch's of the chosen modes, from plain torch's on."""
     native = [p for p in points if p["mode"] == "native"]
+    base = native[0]["step_ms"]
     mine = sorted((p for p in points if chosen(p["mode"])), key=lambda p: -p["peak_gib"])
     drawn = [*native, *mine] if len(mine) > 1 else mine
-    return [p["peak_gib"] for p in drawn], [p["step_ms"] for p in drawn]
+    return [p["peak_gib"] for p in drawn], [p["step_ms"] / base for p in drawn]
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:
@@ -55,7 +59,6 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
         panel.set_visible(False)
     for panel, model in zip(panels.flat, models.values(), strict=False):
         _draw_model(panel, model)
-    panels.flat[0].legend(fontsize=7)
     figure.suptitle(f"Step time against peak memory, {result['device']}, torch {result['torch']}")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
@@ -69,15 +72,21 @@ def _draw_model(panel: Any, model: dict[str, Any]) -> None:
         if peaks:
             panel.plot(peaks, times, label=label, linewidth=1.2, markersize=5, **style)
     native = next(p for p in points if p["mode"] == "native")
-    panel.plot(native["peak_gib"], native["step_ms"], "k*", markersize=11, label="plain torch")
-    bounds = sorted((p["high_gib"], p["bound_ms"]) for p in points if "bound_ms" in p)
+    base = native["step_ms"]
+    panel.plot(native["peak_gib"], 1, "k*", markersize=11, label=f"plain torch ({base:.0f} ms)")
+    bounds = sorted((p["high_gib"], p["bound_ms"] / base) for p in points if "bound_ms" in p)
     if bounds:
         panel.plot(*zip(*bounds, strict=True), "k:", linewidth=1, label="bound")
     panel.set_title(model["title"], fontsize=9)
     panel.set_xlabel("peak memory, GiB")
-    panel.set_ylabel("step, ms")
-    panel.set_ylim(bottom=0)
+    panel.set_ylabel("step / plain torch's")
+    panel.set_yscale("log")
+    panel.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    panel.minorticks_off()
+    slowest = max(p["step_ms"] for p in points) / base
+    panel.set_ylim(0.95, max(1.3, slowest * 1.1))
     panel.grid(alpha=0.25)
+    panel.legend(fontsize=7)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -104,6 +104,8 @@ class ModelRun:
         self.ours.ask("budgets", budgets=pools)
         self.memory["unbudgeted"] = whole
         modes = [mode for mode in [*modes, *self.budgets] if self._warm(mode)]
+        if "native" not in modes:
+            raise WorkerError(f"plain torch fails: {self.failed['native']}")
         for at in range(self.pace.rounds):
             self.links.append(Link(**self.plain.ask("link")))
             for mode in modes if at % 2 == 0 else reversed(modes):

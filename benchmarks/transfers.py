@@ -100,6 +100,7 @@ class Case:
     need_share: float | None = None  # the budget "need": this share of `need_of` bytes leaves
     need_of: int = 0
     foreign: bool = False  # beside the tightest budget
+    short: float = 1  # how many times more steps a turn has, where a step is short
 
 
 @dataclasses.dataclass
@@ -242,7 +243,8 @@ class CaseRun:
     def _turn(self, name: str) -> None:
         pace = self.run.pace
         lead = {"lead": pace.lead_steps, "lead_seconds": pace.lead_seconds}
-        reply = self.workers[name].ask("steps", mode=name, count=pace.steps, **lead)
+        count = round(pace.steps * self.case.short)
+        reply = self.workers[name].ask("steps", mode=name, count=count, **lead)
         for sample in SAMPLES:
             getattr(self.measured, sample).setdefault(name, []).append(reply[sample])
         self.measured.losses.setdefault(name, []).extend(reply["loss"])
@@ -400,8 +402,10 @@ def cases(simulated: bool) -> dict[str, Case]:
             window_share=WINDOW_SHARE,
             foreign=True,
         ),
-        "long": Case("gpt", TINY_GPT if tiny else GPT_32K, shares={"50": 0.5}),
-        "adapters": Case(*("adapters", adapters), need_share=ADAPTERS_EVICTED, need_of=saved_bytes),
+        "long": Case("gpt", TINY_GPT if tiny else GPT_32K, shares={"50": 0.5}, short=0.75),
+        "adapters": Case(
+            *("adapters", adapters), need_share=ADAPTERS_EVICTED, need_of=saved_bytes, short=4
+        ),
     }
 
 
