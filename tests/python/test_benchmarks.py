@@ -185,4 +185,4 @@ def test_micro_times_every_call_and_counts_what_it_names(tmp_path: pathlib.Path)
         assert calls[call]["torch"]["p50"] > 0
     assert calls["alloc, evict one"]["ours"]["events"] == 1
     assert calls["alloc, evict many"]["ours"]["events"] > 1
-    assert calls["unpack, restore"]["ours"]["events"] == 1
+    assert calls["unpack, restore"]["ours"]["events"] > 0
