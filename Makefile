@@ -29,7 +29,7 @@ help:
 	@echo "make check     formatting, lint, types, layout, native tests under sanitizers"
 	@echo "make format    reformat the sources"
 	@echo "make gpu-test  tests/gpu on a real GPU, with the python3 of this machine"
-	@echo "make bench     the main job's benchmark on a real GPU, with the python3 of this machine"
+	@echo "make bench     all benchmarks on a real GPU, with the python3 of this machine"
 	@echo "make clean     remove everything built"
 
 # ---- set-up ------------------------------------------------------------------------------------
@@ -136,3 +136,6 @@ gpu-test: gpu-build
 .PHONY: bench
 bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/main_job.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/transfers.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py

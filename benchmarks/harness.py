@@ -1,25 +1,25 @@
-"""What the benchmarks share: worker processes that take turns, ratios, and the result file.
+"""What the benchmarks share: worker processes that take turns, rows, and the result file.
 
-Configurations cannot share a process (the allocator is chosen once, before CUDA starts), and times
-taken minutes apart cannot be compared. So every configuration has a worker process that stays
-alive, and the workers run a few steps each in turn, on one GPU, one at a time.
+Configurations cannot share a process where the allocator differs (it is chosen once, before CUDA
+starts), and times taken minutes apart cannot be compared. So every configuration has a worker
+process that stays alive, and the workers run a few steps each in turn, on one GPU, one at a time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import pathlib
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 REPLY = "@reply "  # marks the lines that are replies; all else a worker prints is passed on
-GIB = 1 << 30
+NO_GPU = 3  # exit code
 
 
 class WorkerError(RuntimeError):
@@ -47,7 +47,7 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError as error:
+        except (BrokenPipeError, ValueError) as error:
             raise WorkerError(f"{self.name} ended before {command!r}") from error
 
     def receive(self) -> dict[str, Any]:
@@ -62,15 +62,60 @@ class Worker:
             sys.stderr.write(f"[{self.name}] {line}")
         raise WorkerError(f"{self.name} ended with exit code {self._process.wait()}")
 
+    def hang_up(self) -> None:
+        """Tell the worker to end, without waiting until it has."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+
     def close(self, timeout: float = 60) -> int:
         """End the worker; returns its exit code."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self.hang_up()
         try:
-            return self._process.wait(timeout)
+            code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+            code = self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return code
+
+
+def close_all(workers: Iterable[Worker]) -> None:
+    """End the workers, all at once; their memory is free when this returns."""
+    workers = list(workers)
+    for worker in workers:
+        worker.hang_up()
+    for worker in workers:
+        worker.close()
+
+
+def ask_all(workers: Sequence[Worker], command: str, **arguments: Any) -> list[dict[str, Any]]:
+    """The same command on all of them beside each other: for what is not timed."""
+    for worker in workers:
+        worker.send(command, **arguments)
+    return [worker.receive() for worker in workers]
+
+
+def have_gpu() -> bool:
+    """Whether the driver finds a GPU; torch is not imported for it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    started = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return started and count.value > 0
+
+
+def refuse_without_gpu(program: str, simulated: bool) -> None:
+    """Exit with code NO_GPU where there is nothing to measure."""
+    if not simulated and not have_gpu():
+        print(
+            f"{program}: no GPU was found, so nothing is measured.\n"
+            f"Run it on a machine with one, or try the program itself with --simulated.",
+            file=sys.stderr,
+        )
+        raise SystemExit(NO_GPU)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +146,13 @@ class Row:
         }
 
 
-def ratio_in_turn(rounds: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> float:
-    """Median over the rounds of (median of a round / median of the base's same round)."""
-    ratios = [
-        statistics.median(mine) / statistics.median(theirs)
-        for mine, theirs in zip(rounds, base, strict=True)
-    ]
-    return statistics.median(ratios)
+def driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return done.stdout.splitlines()[0].strip()
 
 
 def print_rows(rows: Sequence[Row]) -> None:

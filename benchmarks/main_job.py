@@ -1,6 +1,6 @@
 """The main job, measured: one GPT training step, plain and inside budgets, against plain torch.
 
-    python benchmarks/main_job.py [--quick] [--layers N] [--only native,ours_50] [--low-gap GIB]
+    python benchmarks/main_job.py [--quick] [--simulated] [--layers N] [--only native,ours_50]
 
 Workload: GPT, 12 layers, width 4096, 32 heads, sequence 8192, batch 1, bf16, causal SDPA, no
 checkpoint, vocabulary 32768 untied, random weights and data. A step is forward and backward with
@@ -21,12 +21,23 @@ import argparse
 import dataclasses
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
 
-from harness import GIB, RESULTS, Row, Worker, WorkerError, print_rows, ratio_in_turn, write_result
+from harness import (
+    RESULTS,
+    Row,
+    Worker,
+    WorkerError,
+    close_all,
+    driver_version,
+    print_rows,
+    refuse_without_gpu,
+    write_result,
+)
+from measures import GIB, ratio_in_turn
+from shapes import GPT_8K, TINY_GPT
 
 SHARES = {"ours_75": 0.75, "ours_50": 0.50}
 CONFIGURATIONS = ("native", "ours", "ours_75", "ours_50", "save_on_cpu")
@@ -38,7 +49,6 @@ SAMPLES = ("wall_ms", "forward_ms", "backward_ms")
 @dataclasses.dataclass(frozen=True)
 class Job:
     shape: dict[str, Any]
-    batch: int
     simulated: bool
     warm_steps: int
     rounds: int
@@ -70,7 +80,7 @@ class Measured:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="2 rounds instead of 8")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the simulated GPU")
+    parser.add_argument("--simulated", action="store_true", help="a tiny model, no GPU")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=32768)
@@ -86,18 +96,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    if options.smoke:
-        shape = {"vocabulary": 512, "context": 128, "width": 128, "heads": 4, "layers": 4}
-        return Job(shape, 4, True, 2, options.rounds or 2, 1, 2, 4 << 20, 200)
+    if options.simulated:
+        return Job(TINY_GPT, True, 2, options.rounds or 2, 1, 2, 4 << 20, 200)
     shape = {
+        **GPT_8K,
         "vocabulary": options.vocabulary,
         "context": options.sequence,
-        "width": 4096,
-        "heads": 32,
         "layers": options.layers,
     }
     rounds = options.rounds or (2 if options.quick else 6)
-    return Job(shape, 1, False, 4, rounds, 3, 4, int(options.low_gap * GIB), 5000)
+    return Job(shape, False, 4, rounds, 3, 4, int(options.low_gap * GIB), 5000)
 
 
 # --- Measuring
@@ -120,8 +128,8 @@ class Run:
         self._build(first)
         if "ours" not in self.workers:
             return
-        self.workers["ours"].ask("steps", count=2)
-        memory = self.workers["ours"].ask("memory")
+        self.workers["ours"].ask("steps", mode="default", count=2)
+        memory = self.workers["ours"].ask("memory", mode="default")
         self.measured.memory["ours"] = memory
         budgeted = [name for name in names if name in SHARES]
         for name in budgeted:
@@ -131,14 +139,16 @@ class Run:
         self._build(budgeted)
 
     def _settings(self, name: str) -> dict[str, Any]:
-        kind = "stagehand" if name.startswith("ours") else name
-        common = {"shape": self.job.shape, "batch": self.job.batch, "simulated": self.job.simulated}
-        return {"kind": kind, **common, **self.measured.budgets.get(name, {})}
+        job = self.job
+        ours = name.startswith("ours")
+        return {"ours": ours, "model": "gpt", "shape": job.shape, "simulated": job.simulated}
 
     def _build(self, names: list[str]) -> None:
         """Build the models beside each other; nothing is timed here."""
         for name in names:
-            self.workers[name].send("describe")
+            budget = self.measured.budgets.get(name)
+            budgets = {name: (budget["high"], budget["low"])} if budget else {}
+            self.workers[name].send("build", budgets=budgets)
         for name in names:
             self.place = self.workers[name].receive()
 
@@ -148,7 +158,7 @@ class Run:
             self.measured.warm_ms[name] = reply["wall_ms"]
         for name in ("native", "save_on_cpu"):
             if name in self.workers:
-                self.measured.memory[name] = self.workers[name].ask("memory")
+                self.measured.memory[name] = self.workers[name].ask("memory", mode=name)
 
     def rounds(self) -> None:
         for name in self._in_turn(0):
@@ -182,11 +192,11 @@ class Run:
         return self.workers["ours" if name in VARIANTS else name]
 
     def _steps(self, name: str, count: int) -> dict[str, Any]:
-        return self._worker(name).ask("steps", count=count, armed=name != "ours_plain")
+        mode = {"ours_plain": "plain", "ours_armed": "default"}.get(name, name)
+        return self._worker(name).ask("steps", mode=mode, count=count)
 
     def close(self) -> None:
-        for worker in self.workers.values():
-            worker.close()
+        close_all(self.workers.values())
 
 
 # --- What is claimed
@@ -261,18 +271,10 @@ def summary(measured: Measured, lead_steps: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def driver_version() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "none"
-    return done.stdout.splitlines()[0].strip()
-
-
 def main(argv: list[str] | None = None) -> int:
     """0: measured and written, whether or not every row holds; 1: a worker failed."""
     options = parse(argv)
+    refuse_without_gpu("main_job", options.simulated)
     names = options.only.split(",") if options.only else list(CONFIGURATIONS)
     if any(name in SHARES for name in names) and "ours" not in names:
         names.insert(0, "ours")  # budgets are shares of what it measures
@@ -302,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:<12} {values}")
     if rows:
         print_rows(rows)
-    partial = options.smoke or options.only is not None
+    partial = options.simulated or options.only is not None
     if options.out is not None or not partial:
         write_result(options.out or RESULTS / "main-job.json", result)
     return 0

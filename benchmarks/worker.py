@@ -1,6 +1,11 @@
 """One configuration of a benchmark in its own process: trains when told to, replies on stdout.
 
-Started by harness.Worker with its settings as JSON; then reads one JSON command a line.
+Started by harness.Worker with its settings as JSON; then reads one JSON command a line. A step is
+told its mode:
+
+plain torch   "native", "save_on_cpu", "checkpoint:SHARE", "torchtune", "trl"
+ours          "plain" (no pool entered), "default" (pool() without arguments), or a budget's name
+
 Nothing of stagehand_alloc is touched where the configuration is plain torch.
 """
 
@@ -8,49 +13,57 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
-import pathlib
+import statistics
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import models
 import torch
 from harness import REPLY
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from stagehand_alloc._demo_gpt import GPT, Shape, parameter_count
+from measures import percentiles
 
 SEED = 4
+LINK_BYTES = 256 << 20
+PINNED_SLABS = {16: 64, 64: 16, 256: 8}  # MiB: count, 4 GiB together
+TINY_PINNED_SLABS = {1: 4, 4: 1}
+PINNED_TIMEOUT_SECONDS = 4
+OFFLOADERS = {
+    "torchtune": ("torchtune.training", "OffloadActivations"),
+    "trl": ("trl.models.activation_offloading", "OffloadActivations"),
+}
+COUNTED = (
+    *("evicted_bytes", "restored_bytes", "overshoot_bytes", "clean_evictions", "dirty_evictions"),
+    *("write_backs", "restores", "prefetches", "prefetch_hits", "prefetch_lates"),
+    *("stall_count", "stall_ns", "host_waits", "pool_misses", "activations_saved"),
+)
+Watermarks = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """`kind`: "native", "save_on_cpu" or "stagehand". Watermarks in bytes, None: no budget."""
+    """`ours`: through stagehand_alloc. `model` and `shape`: see models.py."""
 
-    kind: str
+    ours: bool
+    model: str
     shape: dict[str, Any]
-    batch: int
     simulated: bool
-    high: int | None = None
-    low: int | None = None
 
 
 class Worker:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.ours = settings.kind == "stagehand"
         self.device = torch.device("cpu" if settings.simulated else "cuda")
-        self.stagehand = self._install() if self.ours else None
-        torch.manual_seed(SEED)
-        shape = Shape(**settings.shape)
-        dtype = torch.float32 if settings.simulated else torch.bfloat16
-        with self.device:
-            self.model = GPT(shape).to(dtype)
-            tokens = torch.randint(shape.vocabulary, (settings.batch, shape.context + 1))
-        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.pool = self._pool()
+        if settings.simulated:
+            torch.set_num_threads(1)  # tiny models: threads would wait for each other
+        self.stagehand = self._install() if settings.ours else None
+        self.pools: dict[str, AbstractContextManager[Any]] = {}
+        self._built: models.Training | None = None
 
     def _install(self) -> Any:
         import stagehand_alloc
@@ -63,42 +76,148 @@ class Worker:
             torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
         return stagehand_alloc
 
-    def _pool(self) -> AbstractContextManager[Any] | None:
-        if self.stagehand is None:
-            return None
-        if self.settings.high is None:
-            return self.stagehand.pool()
-        return self.stagehand.pool(high=self.settings.high, low=self.settings.low)
-
     # --- Commands
 
-    def describe(self) -> dict[str, Any]:
-        """Where this runs."""
-        name = "CPU" if self.settings.simulated else torch.cuda.get_device_name()
-        return {"device": name, "torch": torch.__version__, "parameters": self._parameters()}
-
-    def steps(self, count: int, armed: bool = True) -> dict[str, Any]:
-        """Forward and backward `count` times, in the pool where there is one and `armed`."""
-        timed = [self._step(armed) for _ in range(count)]
-        reply = {key: [step[key] for step in timed] for key in timed[0]}
-        return {**reply, "stats": self.stats()}
-
-    def memory(self, armed: bool = True) -> dict[str, Any]:
-        """One step with fresh peaks: bytes held at its start, and its peaks."""
-        self.model.zero_grad(set_to_none=True)
+    def build(self, budgets: Mapping[str, Watermarks] | None = None) -> dict[str, Any]:
+        """Make the pools, then the model; says where this runs."""
+        self.budgets(budgets or {})
+        torch.manual_seed(SEED)
+        self._built = models.build(self.settings.model, self.settings.shape, self.device)
         self._synchronize()
-        if self.stagehand is None:
-            if self.settings.simulated:
-                return {}
+        name = "CPU" if self.settings.simulated else torch.cuda.get_device_name()
+        parameters = sum(p.numel() for p in self._built.model.parameters())
+        return {"device": name, "torch": torch.__version__, "parameters": parameters}
+
+    def budgets(self, budgets: Mapping[str, Watermarks]) -> dict[str, Any]:
+        """Make a pool per budget, by name."""
+        for name, (high, low) in budgets.items():
+            assert self.stagehand is not None, "plain torch has no budget"
+            self.pools[name] = self.stagehand.pool(high=high, low=low)
+        return {}
+
+    def modes(self) -> dict[str, Any]:
+        """Which ways of plain torch to save memory can be imported here."""
+        return {"modes": [name for name in OFFLOADERS if _offloader(name) is not None]}
+
+    def steps(
+        self, mode: str, count: int, lead: int = 0, lead_seconds: float = 0
+    ) -> dict[str, Any]:
+        """`count` timed steps, after at least `lead` steps and `lead_seconds` that are not.
+
+        Counters of the replied "gained" are of the timed steps alone.
+        """
+        began = time.perf_counter()
+        led = 0
+        while led < lead or time.perf_counter() - began < lead_seconds:
+            self._step(mode)
+            led += 1
+        before = self._counters()
+        timed = [self._step(mode) for _ in range(count)]
+        stats = self.stats()
+        gained = {name: stats[name] - value for name, value in before.items()}
+        reply = {key: [step[key] for step in timed] for key in timed[0]}
+        return {**reply, "stats": stats, "gained": gained}
+
+    def memory(self, mode: str) -> dict[str, Any]:
+        """One step with fresh peaks: bytes at its start, its peaks, its loss and gradient norm."""
+        self._training.model.zero_grad(set_to_none=True)
+        self._synchronize()
+        if self.stagehand is not None:
+            self.stagehand.reset_peak_stats()
+            start = self.stagehand.stats().occupied
+            step = self._step(mode)
+            after = self.stagehand.stats()
+            peaks = {"peak": after.occupied_peak, "mapped_peak": after.mapped_peak}
+        elif self.settings.simulated:
+            start, peaks = 0, {"peak": 1, "mapped_peak": 1}
+            step = self._step(mode)
+        else:
             torch.cuda.reset_peak_memory_stats()
             start = torch.cuda.memory_allocated()
-            self._step(armed)
-            return {"start": start, "peak": torch.cuda.max_memory_allocated()}
-        self.stagehand.reset_peak_stats()
-        start = self.stagehand.stats().occupied
-        self._step(armed)
-        after = self.stagehand.stats()
-        return {"start": start, "peak": after.occupied_peak, "mapped_peak": after.mapped_peak}
+            step = self._step(mode)
+            reserved = torch.cuda.max_memory_reserved()
+            peaks = {"peak": torch.cuda.max_memory_allocated(), "mapped_peak": reserved}
+        return {"start": start, **peaks, "loss": step["loss"], **self._gradient()}
+
+    def empty_cache(self) -> dict[str, Any]:
+        """Give back what is mapped and holds nothing."""
+        self._training.model.zero_grad(set_to_none=True)
+        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def link(self, count: int = 5) -> dict[str, Any]:
+        """Bytes per second of pinned copies each way, the median of `count`."""
+        size = 1 << 20 if self.settings.simulated else LINK_BYTES
+        if not hasattr(self, "_link"):
+            pin = not self.settings.simulated
+            host = torch.ones(size, dtype=torch.uint8, pin_memory=pin)
+            self._link = host, torch.ones(size, dtype=torch.uint8, device=self.device)
+        host, far = self._link
+        found = {}
+        for name, to, source in (("d2h", host, far), ("h2d", far, host)):
+            taken = []
+            for _ in range(count + 1):
+                marks = _Marks(self.device)
+                marks.add()
+                to.copy_(source, non_blocking=True)
+                marks.add()
+                self._synchronize()
+                taken += marks.gaps_ms()
+            found[name] = size / statistics.median(taken[1:]) * 1e3
+        return found
+
+    def saved(self, mode: str) -> dict[str, Any]:
+        """How many storages one forward makes records of; the graph is dropped after it."""
+        assert self.stagehand is not None
+        with self._around(mode):
+            loss = self._training.loss()
+        found = self.stagehand.stats().records
+        del loss
+        self._synchronize()
+        return {"records": found}
+
+    def foreign(self, mode: str, count: int, idle_seconds: float = 0.5) -> dict[str, Any]:
+        """Times of small foreign copies, idle and while backward runs, in microseconds.
+
+        The device is waited for between forward and backward, so that only backward is timed.
+        """
+        from foreign import ForeignCopies
+
+        copies = ForeignCopies(self.settings.simulated)
+        self._step(mode)
+        with copies:
+            idle_from = time.perf_counter_ns()
+            time.sleep(idle_seconds)
+            idle = [(idle_from, time.perf_counter_ns())]
+            spans = [self._step(mode, apart=True)["backward_span"] for _ in range(count)]
+        beside = [copies.between(found) for found in (idle, spans)]
+        named = zip(("idle", "backward"), beside, strict=True)
+        return {name: {**percentiles(us), "copies": len(us)} for name, us in named}
+
+    def pinned(self) -> dict[str, Any]:
+        """How long a pool of 4 GiB takes to be pinned, from its creation. Builds no model."""
+        assert self.stagehand is not None
+        sizes = TINY_PINNED_SLABS if self.settings.simulated else PINNED_SLABS
+        target = sum(size * count for size, count in sizes.items()) << 20
+        config = self.stagehand.Config(
+            pinned_pool_classes_mb=tuple(sizes),
+            slabs_per_class=tuple(sizes.values()),
+            host_limit=2 * target,
+        )
+        torch.zeros(1, device=self.device)  # the context is not what is measured
+        self._synchronize()
+        reached, now = 0, 0.0
+        began = time.perf_counter()
+        with self.stagehand.pool(config=config):
+            pass
+        patience = 0.5 if self.settings.simulated else PINNED_TIMEOUT_SECONDS
+        while reached < target and now < patience:
+            reached = self.stagehand.stats().pinned_bytes
+            now = time.perf_counter() - began
+            time.sleep(2e-4)
+        return {"seconds": now, "bytes": min(reached, target), "target": target}
 
     def allocations(self, sizes: list[int], count: int) -> dict[str, Any]:
         """p50 in microseconds of one allocation and free that finds a free block, by size."""
@@ -109,27 +228,66 @@ class Worker:
 
     # --- Parts
 
-    def _step(self, armed: bool) -> dict[str, float]:
-        self.model.zero_grad(set_to_none=True)
+    @property
+    def _training(self) -> models.Training:
+        if self._built is None:
+            raise RuntimeError("no model: build comes first")
+        return self._built
+
+    def _step(self, mode: str, apart: bool = False) -> dict[str, Any]:
+        """Forward in `mode`, backward after it, timed by the host and by the device."""
+        self._training.model.zero_grad(set_to_none=True)
         self._synchronize()
         marks = _Marks(self.device)
         began = time.perf_counter()
         marks.add()
-        with self._around(armed):
-            loss = self.model(*self.batch)
+        with self._around(mode):
+            loss = self._training.loss()
+        if apart:
+            self._synchronize()
         marks.add()
-        loss.backward()
+        backward_from = time.perf_counter_ns()
+        torch.autograd.backward(loss)
         marks.add()
         self._synchronize()
+        ended = time.perf_counter_ns()
         wall_ms = (time.perf_counter() - began) * 1e3
         forward_ms, backward_ms = marks.gaps_ms()
-        return {"wall_ms": wall_ms, "forward_ms": forward_ms, "backward_ms": backward_ms}
+        return {
+            "wall_ms": wall_ms,
+            "forward_ms": forward_ms,
+            "backward_ms": backward_ms,
+            "loss": loss.item(),
+            "backward_span": (backward_from, ended),
+        }
 
-    def _around(self, armed: bool) -> AbstractContextManager[Any]:
-        if self.settings.kind == "save_on_cpu":
+    def _around(self, mode: str) -> AbstractContextManager[Any]:
+        if mode in ("native", "plain"):
+            return contextlib.nullcontext()
+        if mode == "save_on_cpu":
             pin = not self.settings.simulated
             return torch.autograd.graph.save_on_cpu(pin_memory=pin)
-        return self.pool if armed and self.pool is not None else contextlib.nullcontext()
+        if mode.startswith("checkpoint:"):
+            return models.Checkpointed(self._training.blocks, float(mode.split(":")[1]))
+        if mode in OFFLOADERS:
+            offloader: AbstractContextManager[Any] = _offloader(mode)()
+            return offloader
+        if mode == "default" and mode not in self.pools:
+            assert self.stagehand is not None
+            self.pools[mode] = self.stagehand.pool()
+        return self.pools[mode]
+
+    def _gradient(self) -> dict[str, float]:
+        """The norm of all gradients: backward's own sums differ in their last bits between runs."""
+        grads = [p.grad for p in self._training.model.parameters() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        return {"gradient_norm": torch.stack(norms).norm().item()}
+
+    def _counters(self) -> dict[str, int]:
+        if self.stagehand is None:
+            return {}
+        stats = self.stats()
+        return {name: stats[name] for name in COUNTED}
 
     def _allocation_us(self, size: int, count: int) -> float:
         def allocate_and_free() -> None:
@@ -142,12 +300,18 @@ class Worker:
             taken.append(time.perf_counter_ns() - began)
         return sorted(taken)[count // 2] / 1e3
 
-    def _parameters(self) -> int:
-        return parameter_count(self.model)
-
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _offloader(name: str) -> Any:
+    """The class that offloads activations in another package, or None where that is missing."""
+    module, attribute = OFFLOADERS[name]
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        return None
 
 
 class _Marks:
@@ -155,11 +319,12 @@ class _Marks:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._event: Any = torch.cuda.Event
         self._events: list[Any] = []
 
     def add(self) -> None:
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event = self._event(enable_timing=True)
             event.record()
             self._events.append(event)
         else:
@@ -170,7 +335,10 @@ class _Marks:
         return [a.elapsed_time(b) if self._cuda else (b - a) * 1e3 for a, b in pairs]
 
 
-COMMANDS = ("describe", "steps", "memory", "allocations", "stats")
+COMMANDS = (
+    *("build", "budgets", "modes", "steps", "memory", "empty_cache"),
+    *("link", "saved", "foreign", "pinned", "allocations", "stats"),
+)
 
 
 def reply(content: dict[str, Any]) -> None:

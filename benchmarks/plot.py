@@ -1,0 +1,106 @@
+"""Plots a result of suite.py: step time against peak memory, one panel per model.
+
+    python benchmarks/plot.py benchmarks/results/suite.json [OUT.svg]
+
+Needs matplotlib: pip install 'stagehand_alloc[plot]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Point = dict[str, Any]
+
+# Of each series: which modes, its label, its style.
+SERIES: tuple[tuple[Callable[[str], bool], str, dict[str, Any]], ...] = (
+    (lambda m: m.startswith("ours:"), "stagehand_alloc", {"color": "#0b6e99", "marker": "o"}),
+    (lambda m: m.startswith("checkpoint:"), "checkpoint", {"color": "#d98200", "marker": "s"}),
+    (lambda m: m == "save_on_cpu", "save_on_cpu", {"color": "#b03060", "marker": "^"}),
+    (lambda m: m in ("torchtune", "trl"), "OffloadActivations", {"color": "#777", "marker": "v"}),
+)
+
+
+TICKS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 8)  # of step time / plain torch, on a logarithmic axis
+
+
+def available() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def series(points: list[Point], chosen: Callable[[str], bool]) -> tuple[list[float], list[float]]:
+    """Peaks in GiB and times over plain torch's of the chosen modes, from plain torch's on."""
+    native = [p for p in points if p["mode"] == "native"]
+    base = native[0]["step_ms"]
+    mine = sorted((p for p in points if chosen(p["mode"])), key=lambda p: -p["peak_gib"])
+    drawn = [*native, *mine] if len(mine) > 1 else mine
+    return [p["peak_gib"] for p in drawn], [p["step_ms"] / base for p in drawn]
+
+
+def draw(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Write the plot of `result` to `path`; its suffix says the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = result["models"]
+    columns = min(3, len(models))
+    rows = -(-len(models) // columns)
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, layout="constrained"
+    )
+    for panel in panels.flat[len(models) :]:
+        panel.set_visible(False)
+    for panel, model in zip(panels.flat, models.values(), strict=False):
+        _draw_model(panel, model)
+    figure.suptitle(f"Step time against peak memory, {result['device']}, torch {result['torch']}")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    print(f"written: {path}")
+
+
+def _draw_model(panel: Any, model: dict[str, Any]) -> None:
+    points = model["points"]
+    for chosen, label, style in SERIES:
+        peaks, times = series(points, chosen)
+        if peaks:
+            panel.plot(peaks, times, label=label, linewidth=1.2, markersize=5, **style)
+    native = next(p for p in points if p["mode"] == "native")
+    base = native["step_ms"]
+    panel.plot(native["peak_gib"], 1, "k*", markersize=11, label=f"plain torch ({base:.0f} ms)")
+    bounds = sorted((p["high_gib"], p["bound_ms"] / base) for p in points if "bound_ms" in p)
+    if bounds:
+        panel.plot(*zip(*bounds, strict=True), "k:", linewidth=1, label="bound")
+    panel.set_title(model["title"], fontsize=9)
+    panel.set_xlabel("peak memory, GiB")
+    panel.set_ylabel("step / plain torch's")
+    panel.set_yscale("log")
+    panel.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    panel.minorticks_off()
+    slowest = max(p["step_ms"] for p in points) / base
+    panel.set_ylim(0.95, max(1.3, slowest * 1.1))
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=7)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("result", type=pathlib.Path)
+    parser.add_argument("out", type=pathlib.Path, nargs="?", help="default: RESULT with .svg")
+    options = parser.parse_args(argv)
+    if not available():
+        print("plot: matplotlib is missing: pip install 'stagehand_alloc[plot]'", file=sys.stderr)
+        return 1
+    result = json.loads(options.result.read_text(encoding="utf-8"))
+    draw(result, options.out or options.result.with_suffix(".svg"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

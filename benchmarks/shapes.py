@@ -1,0 +1,43 @@
+"""The sizes of the benchmarks' models, without torch: on a GPU, and tiny for the simulated one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Shape = dict[str, Any]
+
+GPT_8K: Shape = {
+    "vocabulary": 32768,
+    "context": 8192,
+    "width": 4096,
+    "heads": 32,
+    "layers": 12,
+    "batch": 1,
+}
+GPT_32K: Shape = {**GPT_8K, "context": 32768, "layers": 6}
+TINY_GPT: Shape = {
+    "vocabulary": 512,
+    "context": 128,
+    "width": 128,
+    "heads": 4,
+    "layers": 4,
+    "batch": 4,
+}
+
+# 64 rows of 7168 numbers in bf16 are 917504 bytes. Two are saved per block, and the model's input
+# and output: 636 (and the small products of the adapters' first halves beside them).
+ADAPTERS: Shape = {"rows": 64, "width": 7168, "blocks": 317, "depth": 4, "sets": 2}
+ADAPTERS_SAVED_BYTES = 64 * 7168 * 2
+ADAPTERS_EVICTED = 422 / 636  # the share of the saved storages that must leave
+TINY_ADAPTERS: Shape = {"rows": 64, "width": 256, "blocks": 12, "depth": 1, "sets": 2}
+
+LLAMA: Shape = {
+    "hidden": 2048,
+    "layers": 16,
+    "heads": 16,
+    "key_value_heads": 8,
+    "vocabulary": 32768,
+    "sequence": 4096,
+    "batch": 2,
+}
+VIT: Shape = {"name": "vit_base_patch16_224", "batch": 256}

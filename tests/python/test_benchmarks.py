@@ -1,0 +1,188 @@
+"""The benchmarks' arithmetic, and each of them whole with tiny models on the simulated GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
+
+import plot  # noqa: E402
+import suite  # noqa: E402
+import transfers  # noqa: E402
+from harness import Row  # noqa: E402
+from measures import (  # noqa: E402
+    GIB,
+    Budget,
+    Link,
+    agree,
+    bound_ms,
+    budget_of_need,
+    budget_of_share,
+    percentile,
+    ratio_in_turn,
+    window_bytes,
+)
+
+LINK = Link(d2h=50e9, h2d=25e9)
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+# --- Arithmetic
+
+
+def test_a_share_is_of_what_lies_between_start_and_peak() -> None:
+    assert budget_of_share(4 * GIB, 24 * GIB, 0.5) == Budget(14 * GIB, 13 * GIB)
+
+
+def test_a_small_model_has_a_tenth_of_its_activations_between_the_watermarks() -> None:
+    assert budget_of_share(1000, 2000, 0.75) == Budget(1750, 1650)
+
+
+def test_a_budget_by_need_lets_so_many_bytes_not_fit() -> None:
+    assert budget_of_need(1000, 2000, 250).high == 2000 - 250
+
+
+def test_a_need_beyond_reason_leaves_the_least_share() -> None:
+    assert budget_of_need(1000, 2000, 5000).high == 1250
+
+
+def test_the_window_is_what_the_link_takes_away_during_forward() -> None:
+    assert window_bytes(LINK, 80) == pytest.approx(4e9)
+
+
+def test_what_fits_in_the_window_costs_nothing_in_the_bound() -> None:
+    assert bound_ms(4e9, LINK, 80, 160) == pytest.approx(80 + 160)
+
+
+def test_the_bound_takes_each_direction_with_its_own_bandwidth() -> None:
+    assert bound_ms(8e9, LINK, 80, 160) == pytest.approx(160 + 320)
+
+
+def test_a_ratio_is_the_median_of_the_ratios_inside_a_round() -> None:
+    # The second round ran on a slower clock: its ratio counts, not its times.
+    assert ratio_in_turn([[1, 2, 9], [20], [3]], [[1], [10], [1]]) == 2
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(v) for v in range(1, 1001)]
+    assert [percentile(values, at) for at in (50, 99, 99.9)] == [500, 990, 999]
+    assert percentile([7.0], 99) == 7
+
+
+@pytest.mark.parametrize("values", [[1.0, math.nan], [math.inf, math.inf], [1.0, 1.1]])
+def test_losses_that_differ_or_are_not_finite_do_not_agree(values: list[float]) -> None:
+    assert not agree(values, 1e-3)
+
+
+def test_losses_equal_within_the_tolerance_agree() -> None:
+    assert agree([1.0, 1.0005, 1.0], 1e-3)
+
+
+def test_a_row_holds_at_its_bar_and_not_past_it() -> None:
+    assert Row("slower", 1.01, at_most=1.01).holds
+    assert not Row("slower", 1.011, at_most=1.01).holds
+    assert not Row("rate", 11.9, at_least=12).holds
+
+
+# --- What is claimed
+
+
+def measured() -> transfers.Measured:
+    found = transfers.Measured(links=[LINK, LINK])
+    found.memory["unbudgeted"] = {"start": 0, "peak": 20 * 10**9, "gradient_norm": 1.0}
+    for name, ms in (("native", 240.0), ("50", 480.0)):
+        found.wall_ms[name] = [[ms, ms], [ms, ms]]
+        found.forward_ms[name] = [[80.0], [80.0]]
+        found.backward_ms[name] = [[160.0], [160.0]]
+    found.budgets["50"] = Budget(12 * 10**9, 11 * 10**9)
+    found.gained["50"] = {"evicted_bytes": 33 * 10**9, "stall_count": 2, "prefetch_lates": 1}
+    return found
+
+
+def test_counters_are_per_timed_step() -> None:
+    assert measured().per_step("50", "evicted_bytes") / measured().need("50") == 33 / 4 / 8
+
+
+def test_a_tight_budget_is_held_against_the_bound_and_not_against_native() -> None:
+    assert measured().bound_ratio("50") == pytest.approx(1.0)  # 8 GB: 160 ms out, 320 ms back
+    assert measured().native_ratio("50") == pytest.approx(2.0)
+
+
+def test_a_late_restore_counts_whether_it_was_prefetched_or_not() -> None:
+    assert transfers.late_row({"gpt": measured()}).value == 2
+
+
+def test_losses_unlike_plain_torchs_are_named() -> None:
+    found = measured()
+    found.losses = {"native": [1.0], "50": [1.2]}
+    assert "losses differ" in transfers.disagreements({"gpt": found})[0]
+
+
+# --- The programs
+
+
+def test_every_program_says_that_there_is_no_gpu() -> None:
+    for program in ("main_job.py", "transfers.py", "suite.py", "micro.py"):
+        done = run(program)
+        if done.returncode == 0:
+            pytest.skip("this machine has a GPU")
+        assert done.returncode == 3
+        assert "no GPU was found" in done.stderr
+
+
+def test_the_main_job_measures_what_it_is_told(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "main-job.json"
+    chosen = ("--only", "native,ours_50", "--rounds", "1")
+    done = run("main_job.py", "--simulated", *chosen, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    claims = [row["claim"] for row in json.loads(out.read_text())["rows"]]
+    assert "budget 50% of the activation memory: step time / native" in claims
+
+
+def test_transfers_measures_every_row_of_its_sections(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "transfers.json"
+    done = run("transfers.py", "--simulated", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 10
+    assert result["failed"] == {}
+    assert set(result["rows"][0]) == {"claim", "value", "bar", "holds"}
+
+
+def test_the_suite_writes_a_numbered_result_the_newest_one_and_a_plot(
+    tmp_path: pathlib.Path,
+) -> None:
+    done = run("suite.py", "--simulated", "--model", "adapters", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"suite-cpu-1.json", "suite.json"} <= names
+    assert ("suite.svg" in names) == plot.available()
+    points = json.loads((tmp_path / "suite.json").read_text())["models"]["adapters"]["points"]
+    modes = {point["mode"] for point in points}
+    assert {"native", "save_on_cpu", "checkpoint:0.5", "ours:0.5"} <= modes
+    assert all("bound_ms" in point for point in points if point["mode"].startswith("ours:"))
+    assert suite.result_path(tmp_path, "CPU").name == "suite-cpu-2.json"
+
+
+def test_micro_times_every_call_and_counts_what_it_names(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "micro.json"
+    done = run("micro.py", "--simulated", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = json.loads(out.read_text())["calls"]
+    for call in ("alloc, hit", "free, hit", "pack, hit", "unpack, hit", "alloc, grow"):
+        assert calls[call]["ours"]["p50"] > 0
+        assert calls[call]["torch"]["p50"] > 0
+    assert calls["alloc, evict one"]["ours"]["events"] == 1
+    assert calls["alloc, evict many"]["ours"]["events"] > 1
+    assert calls["unpack, restore"]["ours"]["events"] > 0
