@@ -183,6 +183,11 @@ Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
   return entry->used != 0 ? step->began + entry->used_at : 2 * kUnplanned;
 }
 
+bool Plan::knows(Place place) const {
+  const Step* step = nullptr;
+  return expected(place, &step) != nullptr;
+}
+
 bool Plan::next_after(Place place, Place* next, RecordId* record) const {
   const Step* step = nullptr;
   const Entry* entry = expected(place, &step);

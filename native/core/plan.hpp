@@ -52,7 +52,9 @@ class Plan {
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   PlanState state() const;
   Use next_use(Place place, std::uint64_t order) const;
-  // The record of the same step that is asked for next after this one; false where nobody knows.
+  // Whether the order of use is known for the record's step.
+  bool knows(Place place) const;
+  // The record of the same step that is asked for next after this one; false where there is none.
   bool next_after(Place place, Place* next, RecordId* record) const;
   // The most that was live from the use of this record to the next one's: room that the step needs
   // for itself then. 0 where nobody knows.

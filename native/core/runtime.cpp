@@ -319,12 +319,17 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
 
 // The record that backward is expected to ask for next: by the plan, else the one saved before.
 Record* Runtime::next_wanted(const Record& record) {
-  Plan::Place next;
-  RecordId id;
-  if (plan_.next_after(record.place, &next, &id)) {
-    return ledger_.find(id);  // null where it is gone already: its room is too
+  if (!plan_.knows(record.place)) {
+    return record.older;
   }
-  return record.older;
+  Plan::Place place = record.place;
+  RecordId id;
+  while (plan_.next_after(place, &place, &id)) {
+    if (Record* next = ledger_.find(id); next != nullptr) {
+      return next;
+    }
+  }
+  return nullptr;
 }
 
 // Whether a prefetch leaves the step what it needs for itself until the record is asked for: as the
