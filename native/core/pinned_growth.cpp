@@ -30,9 +30,7 @@ Chunk PinnedPool::reserve(std::size_t size, Bytes want) {
   return chunk;
 }
 
-Chunk PinnedPool::start_growth(Bytes wanted) {
-  return reserve(sizes_.class_of(sizes_.choose(wanted, wanted)), kPiece);
-}
+Chunk PinnedPool::start_growth(Bytes wanted) { return reserve(class_for(wanted), kPiece); }
 
 Chunk PinnedPool::start_growth_ahead() {
   const auto with = [&](Urgency urgency) {
@@ -71,6 +69,7 @@ void PinnedPool::finish_growth(Chunk chunk, bool pinned) {
   chunk.number = ++chunk_numbers_;
   chunks_.push_back(chunk);
   counters_.pinned_bytes += chunk.size;
+  made_[chunk.slab_size] += chunk.size;
   for (Bytes at = 0; at < chunk.size; at += chunk.slab_bytes) {
     Slab* slab = node();
     slab->host = chunk.host + at;
@@ -98,9 +97,11 @@ void PinnedPool::want_spare(std::size_t size) {
   }
 }
 
+Bytes PinnedPool::made(Bytes wanted) const { return made_[class_for(wanted)]; }
+
 bool PinnedPool::ask(Bytes wanted) {
-  const std::size_t size = sizes_.class_of(sizes_.choose(wanted, wanted));
-  if (coming_[size] > 0 || has(wanted)) {
+  const std::size_t size = class_for(wanted);
+  if (coming_[size] > 0) {
     return true;
   }
   if (room() >= sizes_.bytes[size]) {

@@ -16,6 +16,7 @@ void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit) {
     next_.assign(sizes_.bytes.size(), nullptr);
     uncut_later_.assign(sizes_.bytes.size(), nullptr);
     coming_.assign(sizes_.bytes.size(), 0);
+    made_.assign(sizes_.bytes.size(), 0);
   }
   classes_ = classes;
   classes_.counts.resize(classes_.bytes.size(), 0);
@@ -23,12 +24,12 @@ void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit) {
   urgency_.assign(sizes_.bytes.size(), Urgency::none);
   for (std::size_t i = 0; i < classes_.bytes.size(); ++i) {
     const std::size_t size = sizes_.cells + i;
-    Bytes made = coming_[size];
+    Bytes have = coming_[size];
     for (const Chunk& chunk : chunks_) {
-      made += chunk.slab_size == size ? chunk.size : 0;
+      have += chunk.slab_size == size ? chunk.size : 0;
     }
     const Bytes wanted = classes_.counts[i] * classes_.bytes[i];
-    initial_[size] = wanted - std::min(wanted, made);
+    initial_[size] = wanted - std::min(wanted, have);
   }
   due_ = true;
 }
@@ -114,11 +115,6 @@ Slab* PinnedPool::take_any(std::size_t size) {
     }
   }
   return nullptr;
-}
-
-bool PinnedPool::has(Bytes wanted) const {
-  const std::size_t size = sizes_.choose(wanted, wanted);
-  return !free_[size].empty() || !free_[sizes_.class_of(size)].empty();
 }
 
 void PinnedPool::give(Slab* slab) {

@@ -57,8 +57,6 @@ class PinnedPool {
   // A slab outside the pool, used when nothing can be pinned. Null when the host has no memory.
   Slab* take_pageable(Bytes bytes);
   void give(Slab* slab);
-  // Whether a slab that serves `wanted` is free.
-  bool has(Bytes wanted) const;
 
   // Growth: what to map and pin now so that `take(wanted)` goes on; its bytes count against the
   // host limit from here on. Of size 0 when the limit is reached.
@@ -68,8 +66,10 @@ class PinnedPool {
   Chunk start_growth_ahead();
   // Not pinned: the driver refuses more. It is not asked again, that costs milliseconds each time.
   void finish_growth(Chunk chunk, bool pinned);
-  // Somebody waits for a slab for `wanted`. False: none will come.
+  // Somebody waits for more slabs of the class that serves `wanted`. False: none will come.
   bool ask(Bytes wanted);
+  // Bytes of that class ever made: the wait is over when there are more.
+  Bytes made(Bytes wanted) const;
   // Whether start_growth_ahead may have something to do.
   bool growth_due() const { return due_; }
   bool growing() const { return growing_ > 0; }
@@ -106,6 +106,9 @@ class PinnedPool {
   bool cut(std::size_t cell);
   bool make_whole(Slab* parent, std::size_t cell);
   bool make_whole_any();
+  std::size_t class_for(Bytes wanted) const {
+    return sizes_.class_of(sizes_.choose(wanted, wanted));
+  }
   Chunk reserve(std::size_t size, Bytes want);
   void want_spare(std::size_t size);
   void want(std::size_t size, Urgency urgency);
@@ -129,6 +132,7 @@ class PinnedPool {
   std::vector<Slab*> uncut_later_;  // a slab all of whose cells are back: kept for the next ones
   std::vector<Bytes> initial_;      // bytes of the initial counts that were not started yet
   std::vector<Bytes> coming_;       // bytes being made
+  std::vector<Bytes> made_;         // bytes ever made
   std::vector<Urgency> urgency_;
   Bytes cut_bytes_ = 0;         // slabs that are cut,
   Bytes taken_cell_bytes_ = 0;  // and what of them is taken

@@ -94,10 +94,11 @@ bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
   ++counters_.host_waits;
   growth_due_.notify_one();
   // Whatever is under way is waited for, and nothing is made beside it.
-  while (!pinned_.has(wanted) && pinned_.ask(wanted)) {
+  const Bytes before = pinned_.made(wanted);
+  do {
     growth_done_.wait(lock);
-  }
-  return pinned_.has(wanted);
+  } while (pinned_.made(wanted) == before && pinned_.ask(wanted));
+  return pinned_.made(wanted) != before;
 }
 
 bool Runtime::make_slabs_here(Lock& lock, Bytes wanted) {
