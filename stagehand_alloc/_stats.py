@@ -31,6 +31,7 @@ _GAUGES = (
         "aliases",
         "pinned_bytes",
         "pinned_used_bytes",
+        "pinned_waste_bytes",
         "pageable_bytes",
         "plan_state",
         "pinned_waste_bytes",
@@ -67,6 +68,7 @@ class PoolStats:
     aliases: int = 0
     pinned_bytes: int = 0
     pinned_used_bytes: int = 0
+    pinned_waste_bytes: int = 0  # the part of pinned_used_bytes that holds nothing
     pageable_bytes: int = 0
     pinned_waste_bytes: int = 0  # of slabs in use: what their copies leave empty
     # settings with which the pinned pool would have had no miss and least waste; empty: not known
