@@ -68,6 +68,7 @@ struct Rig {
 
 // A thread of the program: evicts and brings back `turns` times on a stream of its own.
 void work(CoreRig& rig, Bytes bytes, int turns) {
+  std::uint64_t seed = bytes;
   driver::Context context = nullptr;
   rig.driver.primary_ctx_retain(&context, 0);
   rig.driver.ctx_push_current(context);
@@ -75,9 +76,12 @@ void work(CoreRig& rig, Bytes bytes, int turns) {
   for (int i = 0; i < turns; ++i) {
     std::vector<Held> saved;
     for (int j = 0; j < 4; ++j) {
-      saved.push_back(rig.retain(bytes, stream));
+      const Tensor tensor{rig.allocate(bytes, stream), bytes, stream, ++seed};
+      rig.fill(tensor, stream);
+      saved.push_back(rig.save(tensor));
+      rig.drop(tensor);
     }
-    rig.drop(rig.make(4_MiB, stream));
+    rig.runtime->free(rig.allocate(4_MiB, stream));
     for (const Held& held : saved) {
       rig.back(held, stream);
     }
