@@ -164,9 +164,8 @@ class Pool:
     def release_pinned(self, keep: int | str = 0) -> int:
         """Give host memory of the pinned pool back, down to ``keep``; returns the bytes given back.
 
-        What saved tensors are in stays. The next eviction may have to pin again, which is slow:
-        for the end of training, or a long pause. Waits for copies that still use what goes.
-        Raises SizeError.
+        What saved tensors are in stays, and what a copy still uses. The next eviction may have to
+        pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
         kept = 0 if _is_zero(keep) else parse_size(keep, None, "keep")
         if self._device is None or not _driver.native().device_open(self._device):
