@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,9 @@ from stagehand_alloc._errors import (
 
 MINIMUM_VERSION = 12000  # as cuDriverGetVersion counts: 1000 * major + 10 * minor
 _ATTRIBUTE_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_ATTRIBUTE_HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, of CUDA 12.2 and later
+_NODES = Path("/sys/devices/system/node")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM: a null stream is the legacy default one
 _UPDATE = "Install an NVIDIA driver for CUDA 12 or newer (525 or later)."
 _NO_DEVICE = (
@@ -122,6 +126,31 @@ def require_virtual_memory(index: int) -> Device:
             "Use a GPU of the Pascal generation or newer, outside of WDDM and vGPU modes.",
         )
     return found
+
+
+def numa_nodes() -> list[int]:
+    """The host's memory node nearest to each device, -1 where unknown; empty with one node only."""
+    if len(list(_NODES.glob("node[0-9]*"))) < 2:
+        return []
+    return [_numa_node(index) for index in range(device_count())]
+
+
+def _numa_node(index: int) -> int:
+    driver = _bindings()
+    try:
+        handle = _call("cuDeviceGet", index)
+        attribute = driver.CUdevice_attribute(_ATTRIBUTE_HOST_NUMA_ID)
+        node = int(_call("cuDeviceGetAttribute", attribute, handle))
+        if node >= 0:
+            return node
+    except (DriverError, RuntimeError, ValueError):  # an older driver, or older bindings
+        pass
+    try:
+        address = _call("cuDeviceGetPCIBusId", 32, _call("cuDeviceGet", index))
+        name = address.split(b"\0", 1)[0].decode().lower()
+        return int((_PCI_DEVICES / name / "numa_node").read_text())
+    except (DriverError, RuntimeError, OSError, ValueError):
+        return -1
 
 
 def memory_info(index: int) -> tuple[int, int]:

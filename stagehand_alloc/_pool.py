@@ -73,6 +73,8 @@ class Pool:
         self._thread: int | None = None
         if config.enabled and _install.is_installed():
             self._resolve()
+            if _pinned is None:  # pinning takes a while: it starts as soon as the device is open
+                _configure_pinned(_driver.native(), config)
 
     def __enter__(self) -> Pool:
         """Arm the budget. Raises ModeError, NestedPoolError, PoolThreadError, or SizeError."""
@@ -162,9 +164,8 @@ class Pool:
     def release_pinned(self, keep: int | str = 0) -> int:
         """Give host memory of the pinned pool back, down to ``keep``; returns the bytes given back.
 
-        What saved tensors are in stays. The next eviction may have to pin again, which is slow:
-        for the end of training, or a long pause. Waits for copies that still use what goes.
-        Raises SizeError.
+        What saved tensors are in stays, and what a copy still uses. The next eviction may have to
+        pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
         kept = 0 if _is_zero(keep) else parse_size(keep, None, "keep")
         if self._device is None or not _driver.native().device_open(self._device):
@@ -362,6 +363,12 @@ def _configure_pinned(native: Any, config: Config) -> None:
     wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
     with _registry_lock:
         if _pinned != wanted:
-            done = native.configure_pinned(*config.pinned_classes(), config.host_limit_bytes())
+            done = native.configure_pinned(
+                *config.pinned_classes(),
+                config.host_limit_bytes(),
+                # On the simulated GPU nothing runs that a seed does not decide.
+                ahead=not _install.is_simulated(),
+                numa_nodes=[] if _install.is_simulated() else _driver.numa_nodes(),
+            )
             # While tensors of an earlier step use the slabs: the next entry tries again.
             _pinned = wanted if done else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
 from stagehand_alloc._config import format_bytes
+from stagehand_alloc._pinned import propose_classes
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,9 @@ _GAUGES = (
         "aliases",
         "pinned_bytes",
         "pinned_used_bytes",
+        "pinned_waste_bytes",
         "pageable_bytes",
         "plan_state",
-        "pinned_waste_bytes",
         "proposed_classes_mb",
         "proposed_slabs_per_class",
     ),
@@ -228,13 +228,9 @@ def read(device: int) -> PoolStats:
 
 def with_proposal(found: PoolStats) -> PoolStats:
     """``found``, with the settings proposed for the pinned pool by what was asked of it."""
-    if not _open(found.device) or not hasattr(_driver.native(), "pinned_demand"):
+    if not _open(found.device):
         return found
-    try:
-        pinned: Any = importlib.import_module("stagehand_alloc._pinned")
-    except ImportError:
-        return found
-    proposal = pinned.propose_classes(_driver.native().pinned_demand(found.device))
+    proposal = propose_classes(_driver.native().pinned_demand(found.device))
     return dataclasses.replace(
         found,
         proposed_classes_mb=proposal.classes_mb,

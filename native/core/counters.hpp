@@ -16,7 +16,7 @@ namespace stagehand::core {
 #define STAGEHAND_COUNTERS(X)                                                                   \
   /* bytes now */                                                                               \
   X(mapped) X(occupied) X(retained) X(evicted) X(pinned_bytes) X(pinned_used_bytes)             \
-  X(pageable_bytes) X(retiring_bytes)                                                           \
+  X(pinned_waste_bytes) X(pageable_bytes) X(retiring_bytes)                                     \
   /* peaks since the last reset */                                                              \
   X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak) X(live_peak)                 \
   /* live bytes with the request, at the worst overshoot: no eviction can hold less */          \

@@ -23,15 +23,16 @@ Status Mover::fence_block(Block* block, Tick tick) {
 
 // One copy for each stretch of the saved range that lies in one piece on the host.
 void Mover::collect(const Record& record, Address address) {
-  const std::size_t first = copies_.size();
   Bytes done = 0;
-  for (Slab* slab : record.copy.slabs) {
+  const Slab* previous = nullptr;
+  for (const Slab* slab : record.copy.slabs) {
     const Bytes bytes = std::min(slab->size, record.bytes() - done);
-    if (copies_.size() > first && copies_.back().host + copies_.back().bytes == slab->host) {
+    if (previous != nullptr && previous->runs_into(*slab)) {
       copies_.back().bytes += bytes;
     } else {
       copies_.push_back({address + done, slab->host, bytes});
     }
+    previous = slab;
     done += bytes;
   }
   SH_CHECK(done == record.bytes());

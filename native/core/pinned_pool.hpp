@@ -1,15 +1,24 @@
-// The pinned pool: slabs of page-locked host memory in size classes.
+// The pinned pool: slabs of page-locked host memory in size classes, and cells, the parts that a
+// slab of the smallest class is cut into for what is smaller. Only the books: who makes the memory
+// (core/pinner) does so without the device's lock, between `start_growth` and `finish_growth`.
 //
 // A slab carries the ticks of the last copies that name it and is used again only behind them
-// (rule S5), by waits on the device. Growing maps and registers memory, which takes the driver
-// milliseconds: `prepare` does that without the device's lock, `adopt` puts it on the books.
+// (rule S5), by waits on the device. A slab that was cut is behind the copies of all its cells.
+//
+// Algebra, asserted by `broken`:
+//   free slabs + taken slabs + cut slabs   == pinned_bytes   == all chunks
+//   free cells + taken cells               == cut slabs
+//   taken slabs + taken cells              == pinned_used_bytes >= pinned_waste_bytes
 #pragma once
 
 #include <cstddef>
 #include <deque>
+#include <map>
 #include <vector>
 
 #include "core/counters.hpp"
+#include "core/demand.hpp"
+#include "core/pinner.hpp"
 #include "core/size_class.hpp"
 #include "core/stream_clock.hpp"
 
@@ -18,47 +27,54 @@ namespace stagehand::core {
 struct Slab {
   std::byte* host = nullptr;
   Bytes size = 0;
-  std::uint32_t size_class = 0;
+  Bytes filled = 0;           // while taken: how many bytes of it are used
+  std::size_t slab_size = 0;  // as SlabSizes counts them
+  std::uint32_t chunk = 0;    // the number of its chunk; 0: pageable
+  std::uint32_t taken_cells = 0;
   bool pageable = false;
-  Fence fence;  // the copies that named it last
+  Slab* parent = nullptr;           // of a cell: the slab it is a part of
+  Demand::Entry* demand = nullptr;  // of a storage's first slab
+  Fence fence;                      // the copies that named it last
+
+  // Whether one copy can fill this slab and go on in `next`.
+  bool runs_into(const Slab& next) const {
+    return !pageable && chunk == next.chunk && host + size == next.host;
+  }
 };
 
 class PinnedPool {
  public:
-  // One piece of host memory, registered or, where the driver refuses, pageable.
-  struct Chunk {
-    std::byte* host = nullptr;
-    Bytes size = 0;
-    Bytes slab_bytes = 0;
-    std::uint32_t size_class = 0;
-    bool registered = false;
-  };
+  explicit PinnedPool(Counters& counters) : counters_(counters) { configure({}, kUnlimited); }
 
-  PinnedPool(const driver::Table& table, Counters& counters) : table_(table), counters_(counters) {}
-
-  // Before the first slab is taken, or while none is. Slabs of other sizes are released.
+  // Other sizes only while there is no chunk. Slabs of the initial counts are due from here on.
   void configure(const SizeClasses& classes, Bytes host_limit);
   const SizeClasses& classes() const { return classes_; }
 
-  // A slab for up to `wanted` bytes (a larger request takes the largest class and comes again):
-  // the smallest class that fits, else the next larger that has one. Null when all are in use.
-  Slab* take(Bytes wanted);
-  // The largest slab there is, for a copy spread over several, when the pool cannot grow.
-  Slab* take_smaller();
+  // Slabs for `bytes`, appended to `slabs`: as SlabSizes chooses them, or where there is none of
+  // a size, smaller ones of at least kFill. With `squeeze` any that there is, larger ones first.
+  // False: none were taken, and one of `missing` bytes is what was not there.
+  bool take(Bytes bytes, bool squeeze, std::vector<Slab*>* slabs, Bytes* missing);
+  // A slab outside the pool, used when nothing can be pinned. Null when the host has no memory.
+  Slab* take_pageable(Bytes bytes);
   void give(Slab* slab);
 
-  // What to make so that `take(wanted)` succeeds: the classes' own first slabs, then growth.
-  Chunk plan_growth(Bytes wanted) const;
-  // Between these two the pool is not idle: its classes stay as planned.
-  void begin_growth() { ++growing_; }
-  void end_growth() { --growing_; }
-  // Maps and registers; waits for the driver, needs the context, holds no lock. False: no memory.
-  bool prepare(Chunk* chunk) const;
-  void adopt(const Chunk& chunk);
-  // The driver refused to pin more: do not ask again, it costs milliseconds each time.
-  void refused() { host_limit_ = counters_.pinned_bytes; }
-  // A slab outside the pool, used when nothing can be pinned. Null when the host has no memory.
-  Slab* take_pageable(Bytes wanted);
+  // Growth: what to map and pin now so that `take(wanted)` goes on; its bytes count against the
+  // host limit from here on. Of size 0 when the limit is reached.
+  Chunk start_growth(Bytes wanted);
+  // The same for who grows ahead of need: what somebody waits for, then the initial counts, then
+  // spare slabs where slabs were taken last.
+  Chunk start_growth_ahead();
+  // Not pinned: the driver refuses more. It is not asked again, that costs milliseconds each time.
+  void finish_growth(Chunk chunk, bool pinned);
+  // Somebody waits for more slabs of the class that serves `wanted`. False: none will come.
+  bool ask(Bytes wanted);
+  // Bytes of that class ever made: the wait is over when there are more.
+  Bytes made(Bytes wanted) const;
+  // Whether start_growth_ahead may have something to do.
+  bool growth_due() const { return due_; }
+  bool growing() const { return growing_ > 0; }
+  // No growth is started while held.
+  void hold(bool held) { held_ = held; }
 
   // No slab is taken, pageable ones included, and none is being made.
   bool idle() const {
@@ -66,24 +82,64 @@ class PinnedPool {
   }
   // Whether no copy still names a slab that was given back.
   bool quiet(ClockBank& clocks) const;
-  // Forgets every slab, only while idle and quiet, and returns their memory for `unmap`.
+  // Forgets every slab, only while idle and quiet, and returns their memory to be unpinned.
   std::vector<Chunk> take_chunks();
-  // Unregisters and unmaps; waits for the driver, needs the context, holds no lock.
-  void unmap(const std::vector<Chunk>& chunks) const;
+  // Forgets the newest chunks of which no slab is taken or named by a copy under way, until
+  // pinned_bytes <= keep, and returns them. The initial counts are not made up for.
+  std::vector<Chunk> take_chunks_above(Bytes keep, ClockBank& clocks);
+
+  Demand& demand() { return demand_; }
+  // Null, or what is wrong. Walks everything.
+  const char* broken() const;
 
  private:
-  Slab* take_from(std::size_t size_class);
+  static constexpr Bytes kFill = 1_MiB;     // a large storage is not spread over smaller slabs
+  static constexpr Bytes kPiece = 256_MiB;  // one growth pins so much, or one slab
+  static constexpr Bytes kSpare = 256_MiB;  // free slabs to keep ahead of need,
+  static constexpr Bytes kSpareShare = 4;   // and this share of what is taken
+  enum class Urgency : std::uint8_t { none, spare, awaited };
 
-  const driver::Table& table_;
+  Slab* take_free(std::size_t size);
+  Slab* take_filling(std::size_t size, Bytes left);
+  Slab* take_any(std::size_t size);
+  void put_back(Slab* slab);
+  bool cut(std::size_t cell);
+  bool make_whole(Slab* parent, std::size_t cell);
+  bool make_whole_any();
+  std::size_t class_for(Bytes wanted) const {
+    return sizes_.class_of(sizes_.choose(wanted, wanted));
+  }
+  Chunk reserve(std::size_t size, Bytes want);
+  void want_spare(std::size_t size);
+  void want(std::size_t size, Urgency urgency);
+  Slab* node();
+  bool passed(const Fence& fence, ClockBank& clocks) const;
+  Bytes free_bytes(std::size_t size) const { return free_[size].size() * sizes_.bytes[size]; }
+  Bytes room() const;
+
   Counters& counters_;
   SizeClasses classes_;
+  SlabSizes sizes_;
+  Demand demand_;
   Bytes host_limit_ = kUnlimited;
   std::deque<Slab> nodes_;
   std::vector<Slab*> spare_nodes_;
-  std::vector<std::deque<Slab*>> free_;  // by class, longest unused first
-  std::vector<std::uint32_t> made_;      // slabs made, by class
   std::vector<Chunk> chunks_;
+  // By size. Free slabs are handed out round in the order of addresses: a storage of several gets
+  // neighbours, and the one unused longest comes first.
+  std::vector<std::map<std::byte*, Slab*>> free_;
+  std::vector<std::byte*> next_;
+  std::vector<Slab*> uncut_later_;  // a slab all of whose cells are back: kept for the next ones
+  std::vector<Bytes> initial_;      // bytes of the initial counts that were not started yet
+  std::vector<Bytes> coming_;       // bytes being made
+  std::vector<Bytes> made_;         // bytes ever made
+  std::vector<Urgency> urgency_;
+  Bytes cut_bytes_ = 0;         // slabs that are cut,
+  Bytes taken_cell_bytes_ = 0;  // and what of them is taken
+  std::uint32_t chunk_numbers_ = 0;
   int growing_ = 0;
+  bool due_ = false;
+  bool held_ = false;
 };
 
 }  // namespace stagehand::core

@@ -6,6 +6,7 @@
 // (pinning, pageable copies, trimming) runs without it, and is counted in `host_waits`.
 #pragma once
 
+#include <condition_variable>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,11 @@ struct DebugModes {
   bool evict_everything = false;  // every allocation first evicts all that is retained
   bool poison = false;            // evicted memory is overwritten once its copy is done
   bool checksums = false;         // every host copy is checked before it is restored
+};
+
+struct PinnedOptions {
+  bool ahead = false;  // a thread of our own pins before it is needed; else whoever needs it does
+  int numa_node = -1;  // where host memory should come from; -1: anywhere
 };
 
 class Runtime {
@@ -83,7 +89,13 @@ class Runtime {
   bool set_lane_limits(const LaneLimits& limits);
   LaneLimits lane_limits();
   // False: slabs of other sizes are in use, and nothing has changed.
-  bool configure_pinned(const SizeClasses& classes, Bytes host_limit);
+  bool configure_pinned(const SizeClasses& classes, Bytes host_limit, PinnedOptions options = {});
+  // Gives pinned memory that no record holds and no copy names back to the system, in the pieces
+  // it was pinned in, until pinned_bytes <= keep. Returns how much. Waits for the driver.
+  Bytes release_pinned(Bytes keep);
+  // The sizes storages asked host memory for, and how many of each held some at once at most since
+  // reset_peaks.
+  std::vector<Demand::Peak> pinned_demand();
   void set_debug(DebugModes modes);
   void set_checksums(bool on);
   // Gives free memory back to the driver until mapped <= target. Waits for the GPU.
@@ -142,15 +154,21 @@ class Runtime {
   bool copy_out(Record& record);
   bool write_back(Record& record);
   void write_back_ahead();
-  bool take_slabs(Record& record, bool squeeze, Bytes* missing);
   void evict_to_low(Bytes incoming);
   void evict_all(Lock& lock);
   Block* overshoot(Arena& arena, Bytes bytes, Status* status);
-  bool make_slabs(Lock& lock, Bytes wanted);
   bool copy_out_pageable(Lock& lock);
   Status restore_pageable(Lock& lock, Record& record, Block* block);
   bool evictable(const Block& block) const;
   Bytes ceiling() const;
+  // runtime_pinned.cpp
+  bool take_slabs(Record& record, bool squeeze, Bytes* missing);
+  bool make_slabs(Lock& lock, Bytes wanted);
+  bool make_slabs_here(Lock& lock, Bytes wanted);
+  bool pinner_runs() const;
+  void start_pinner();
+  void pin_ahead();
+  Chunk begin_chunk(Lock& lock, Toucher& toucher);
 
   const driver::Table& table_;
   const int device_;
@@ -173,6 +191,10 @@ class Runtime {
       0;  // room below `low` that prefetch leaves; learned, and forgotten slowly
   std::uint64_t serial_ = 0;       // of the last allocation
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
+  PinnedOptions pinned_options_;
+  int pinner_process_ = 0;  // the process whose thread pins ahead; 0: none was started
+  std::condition_variable_any growth_due_;   // the pinner waits for work,
+  std::condition_variable_any growth_done_;  // and others for what it made
   DebugModes debug_;
   LaneLimits lane_limits_;
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet

@@ -56,11 +56,10 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
       device_bytes_(device_bytes),
       clocks_(table),
       heap_(table, device, device_bytes, granularity, clocks_, counters_),
-      pinned_(table, counters_),
+      pinned_(counters_),
       stalls_(table, counters_) {
   process_limit_ = device_bytes;
   budget_ = {device_bytes, device_bytes, device_bytes, false};
-  pinned_.configure(SizeClasses{}, kUnlimited);
 }
 
 void Runtime::set_budget(const Budget& budget) {
@@ -99,26 +98,6 @@ void Runtime::set_limit(Bytes limit) {
   Lock lock(mutex_);
   process_limit_ = std::min(limit, device_bytes_);
   budget_.limit = budget_.armed ? std::min(budget_.limit, process_limit_) : process_limit_;
-}
-
-bool Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit) {
-  Lock lock(mutex_);
-  if (classes.bytes == pinned_.classes().bytes) {
-    pinned_.configure(classes, host_limit);
-    return true;
-  }
-  // Slabs of other sizes go, once no record and no copy names one.
-  const bool some = counters_.pinned_bytes > 0;
-  if (!pinned_.idle() || (some && !wait_for_gpu(lock)) || !pinned_.idle() ||
-      !pinned_.quiet(clocks_)) {
-    return false;
-  }
-  const std::vector<PinnedPool::Chunk> chunks = pinned_.take_chunks();
-  pinned_.configure(classes, host_limit);
-  lock.unlock();
-  const driver::ContextGuard guard(table_, context_);
-  pinned_.unmap(chunks);
-  return true;
 }
 
 void Runtime::set_debug(DebugModes modes) {
@@ -195,6 +174,7 @@ bool Runtime::plan_follows() {
 void Runtime::reset_peaks() {
   Lock lock(mutex_);
   counters_.reset_peaks();
+  pinned_.demand().reset_peaks();
 }
 
 std::string Runtime::report(Bytes bytes) {
@@ -237,6 +217,9 @@ std::string Runtime::report(Bytes bytes) {
 std::string Runtime::invariants_broken() {
   Lock lock(mutex_);
   if (const char* broken = heap_.broken(); broken != nullptr) {
+    return broken;
+  }
+  if (const char* broken = pinned_.broken(); broken != nullptr) {
     return broken;
   }
   Bytes handles = 0;

@@ -268,26 +268,6 @@ void Runtime::write_back_ahead() {
   }
 }
 
-// Slabs for the whole saved range into record.copy, or none and the bytes that found no slab.
-bool Runtime::take_slabs(Record& record, bool squeeze, Bytes* missing) {
-  Bytes left = record.bytes();
-  while (left > 0) {
-    Slab* slab = pinned_.take(left);
-    if (slab == nullptr && squeeze) {
-      slab = pinned_.take_smaller();
-    }
-    if (slab == nullptr) {
-      *missing = left;
-      ++counters_.pool_misses;
-      release_copy(record);
-      return false;
-    }
-    record.copy.slabs.push_back(slab);
-    left -= std::min(left, slab->size);
-  }
-  return true;
-}
-
 // Step 5: hysteresis, so that the next requests find room without evicting. Uses the slabs there
 // are: it is not worth a wait.
 void Runtime::evict_to_low(Bytes incoming) {
@@ -338,30 +318,6 @@ Block* Runtime::overshoot(Arena& arena, Bytes bytes, Status* status) {
     }
   }
   return block;
-}
-
-// Pins more host memory, without the lock. False when there is none to be had.
-bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
-  PinnedPool::Chunk chunk = pinned_.plan_growth(wanted);
-  if (chunk.size == 0) {
-    return false;
-  }
-  ++counters_.host_waits;
-  pinned_.begin_growth();
-  lock.unlock();
-  bool made = false;
-  {
-    const driver::ContextGuard guard(table_, context_);
-    made = pinned_.prepare(&chunk);
-  }
-  lock.lock();
-  pinned_.end_growth();
-  if (made) {
-    pinned_.adopt(chunk);
-  } else {
-    pinned_.refused();
-  }
-  return made;
 }
 
 // The last resort for a copy: pageable memory, which the driver fills while the caller waits. Runs

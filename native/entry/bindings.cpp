@@ -57,9 +57,25 @@ void clear_budget(int device) {
 }
 
 bool configure_pinned(const std::vector<core::Bytes>& classes,
-                      const std::vector<std::uint32_t>& counts, core::Bytes host_limit) {
+                      const std::vector<std::uint32_t>& counts, core::Bytes host_limit, bool ahead,
+                      const std::vector<int>& numa_nodes) {
   const nb::gil_scoped_release unlocked;
-  return Registry::get().configure_pinned({classes, counts}, host_limit);
+  return Registry::get().configure_pinned({{classes, counts}, host_limit, ahead, numa_nodes});
+}
+
+core::Bytes release_pinned(int device, core::Bytes keep) {
+  core::Runtime* runtime = Registry::get().find(device);
+  return runtime != nullptr ? runtime->release_pinned(keep) : 0;
+}
+
+nb::list pinned_demand(int device) {
+  nb::list found;
+  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
+    for (const core::Demand::Peak& peak : runtime->pinned_demand()) {
+      found.append(nb::make_tuple(peak.bytes, peak.count));
+    }
+  }
+  return found;
 }
 
 nb::dict stats(int device) {
@@ -155,7 +171,11 @@ NB_MODULE(_native, module) {
       "device"_a);
   module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
   module.def("clear_budget", &clear_budget, "device"_a);
-  module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a);
+  module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a,
+             "ahead"_a = false, "numa_nodes"_a = std::vector<int>());
+  module.def("release_pinned", &release_pinned, "device"_a, "keep"_a,
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("pinned_demand", &pinned_demand, "device"_a);
   module.def("stats", &stats, "device"_a);
   module.def("reset_peaks", &reset_peaks, "device"_a);
   module.def("empty_cache", &empty_cache);

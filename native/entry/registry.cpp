@@ -49,8 +49,8 @@ core::Runtime* Registry::open(int device, std::string* error) {
   if (runtime == nullptr) {
     runtime = core::Runtime::open(table_, device, error);
     if (runtime != nullptr) {
-      if (classes_set_) {
-        runtime->configure_pinned(classes_, host_limit_);
+      if (pinned_set_) {
+        configure_pinned(*runtime, device, pinned_);
       }
       runtimes_[device].store(runtime, std::memory_order_release);
       connect_peers(device);
@@ -77,15 +77,25 @@ void Registry::connect_peers(int device) {
   }
 }
 
-bool Registry::configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit) {
+bool Registry::configure_pinned(core::Runtime& runtime, int device,
+                                const PinnedSettings& settings) {
+  const auto at = static_cast<std::size_t>(device);
+  const int node = at < settings.numa_nodes.size() ? settings.numa_nodes[at] : -1;
+  return runtime.configure_pinned(settings.classes, settings.host_limit, {settings.ahead, node});
+}
+
+bool Registry::configure_pinned(const PinnedSettings& settings) {
   {
     core::Lock lock(mutex_);
-    classes_ = classes;
-    host_limit_ = host_limit;
-    classes_set_ = true;
+    pinned_ = settings;
+    pinned_set_ = true;
   }
   bool all = true;
-  each([&](core::Runtime& runtime) { all &= runtime.configure_pinned(classes, host_limit); });
+  for (int device = 0; device < kMaxDevices; ++device) {
+    if (core::Runtime* runtime = find(device); runtime != nullptr) {
+      all &= configure_pinned(*runtime, device, settings);
+    }
+  }
   return all;
 }
 

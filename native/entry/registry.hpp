@@ -43,7 +43,13 @@ class Registry {
   }
   // Settings for devices opened from now on, and those that are open. False: in use, not all
   // changed.
-  bool configure_pinned(const core::SizeClasses& classes, core::Bytes host_limit);
+  struct PinnedSettings {
+    core::SizeClasses classes;
+    core::Bytes host_limit = core::kUnlimited;
+    bool ahead = false;           // as core::PinnedOptions says
+    std::vector<int> numa_nodes;  // by device; devices beyond it have none
+  };
+  bool configure_pinned(const PinnedSettings& settings);
 
   // In a forked child every callback does nothing.
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
@@ -68,6 +74,7 @@ class Registry {
   };
   Graph* find_graph(int device, GraphPoolId id);
   void connect_peers(int device);
+  static bool configure_pinned(core::Runtime& runtime, int device, const PinnedSettings& settings);
   void count_capture(int device, int change);
 
   core::RankedMutex mutex_{core::Rank::registry};
@@ -77,9 +84,8 @@ class Registry {
   std::atomic<int> open_graphs_{0};
   std::vector<Graph> graphs_;     // guarded by mutex_
   std::uint64_t last_graph_ = 0;  // guarded by mutex_
-  core::SizeClasses classes_;     // guarded by mutex_
-  core::Bytes host_limit_ = core::kUnlimited;
-  bool classes_set_ = false;
+  PinnedSettings pinned_;         // guarded by mutex_
+  bool pinned_set_ = false;       // guarded by mutex_
 };
 
 // For the scope of one call into the core. While a graph is captured, driver calls that are

@@ -283,6 +283,10 @@ void Stress::settings(const Instruction& in) {
     case Op::SetDebug:
       return runtime_.set_debug({in.more % 3 == 0, in.more % 2 == 0});
     case Op::Pinned:
+      if (in.more % 3 == 0) {
+        runtime_.release_pinned((in.more >> 8) % 48 << 20);
+        return;
+      }
       runtime_.configure_pinned(in.more % 2 == 0 ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
                                                  : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
                                 (in.more >> 8) % 48 << 20);

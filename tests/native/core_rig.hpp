@@ -21,6 +21,8 @@ struct Machine {
   unsigned flags = STAGEHAND_SIM_NO_POISON;  // for speed
   SizeClasses classes{{1_MiB}, {8}};         // large records take several slabs
   Bytes host_limit = 63_MiB;  // the first growth takes it all; from 64 MiB on it is slow
+  bool ahead = false;         // a thread pins ahead: what it has pinned when is up to the scheduler
+  std::function<void(driver::Table&)> patch = [](driver::Table&) {};  // the driver, before its use
 };
 
 // A tensor of torch's: a whole block, filled with pattern(seed) on its stream.
@@ -103,13 +105,14 @@ class CoreRig {
              0);
     interludes() = {};
     driver = *kept(new driver::Table(hooked_table()));
+    with.patch(driver);
     driver.primary_ctx_retain(&context_, 0);
     driver.ctx_push_current(context_);
     for (int device = 0; device < with.devices; ++device) {
       std::string error;
       Runtime* const opened = Runtime::open(*kept(new driver::Table(driver)), device, &error);
       CHECK_EQ(error, "");
-      opened->configure_pinned(with.classes, with.host_limit);
+      opened->configure_pinned(with.classes, with.host_limit, {with.ahead, -1});
       runtimes.push_back(kept(opened));
     }
     runtime = runtimes.front();

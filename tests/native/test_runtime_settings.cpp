@@ -41,6 +41,58 @@ TEST("pinned classes do not change under a growth that is under way") {
   rig.verify_empty();
 }
 
+TEST("pinned memory is given back on request, and pinned again when it is needed") {
+  CoreRig rig({.memory = 64_MiB, .classes = {{1_MiB, 4_MiB}, {2, 1}}, .host_limit = 4_MiB});
+  const auto stream = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  CHECK_EQ(rig.runtime->release_pinned(0), 0);
+  for (int turn = 0; turn < 3; ++turn) {
+    const Held held = rig.retain(4_MiB, stream);
+    rig.evict_all(stream);
+    CHECK_EQ(rig.counters().pinned_bytes, 4_MiB);
+    CHECK_EQ(rig.runtime->release_pinned(0), 0);  // a record holds it
+    rig.back(held, stream);
+    stagehand_sim_drain();
+    CHECK_EQ(rig.runtime->release_pinned(4_MiB), 0);
+    CHECK_EQ(rig.runtime->release_pinned(0), 4_MiB);
+    CHECK_EQ(rig.counters().pinned_bytes, 0);
+  }
+  CHECK_EQ(rig.runtime->pinned_demand().size(), 1);
+  CHECK_EQ(rig.runtime->pinned_demand()[0].bytes, 4_MiB);
+  CHECK_EQ(rig.runtime->pinned_demand()[0].count, 1);
+  rig.runtime->reset_peaks();
+  CHECK(rig.runtime->pinned_demand().empty());
+  rig.verify_empty();
+}
+
+TEST("pinned memory that a copy still reads is not given back") {
+  CoreRig rig({.memory = 64_MiB, .classes = {{4_MiB}, {1}}, .host_limit = 4_MiB});
+  const auto stream = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const Held held = rig.retain(4_MiB, stream);
+  rig.evict_all(stream);
+  stagehand_sim_drain();
+  rig.back(held, stream);  // the copy in is queued
+  CHECK_EQ(rig.runtime->release_pinned(0), 0);
+  stagehand_sim_drain();
+  CHECK_EQ(rig.runtime->release_pinned(0), 4_MiB);
+  rig.verify_empty();
+}
+
+TEST("no classes, and a limit below one slab, are survived") {
+  CoreRig rig({.memory = 64_MiB});
+  const auto stream = rig.stream();
+  CHECK(!rig.runtime->configure_pinned({{}, {}}, 63_MiB));
+  CHECK(rig.runtime->configure_pinned({{1_MiB}, {}}, 1_MiB - 1));
+  rig.budget(8_MiB, 8_MiB, 8_MiB);
+  const Held held = rig.retain(8_MiB, stream);
+  rig.drop(rig.make(8_MiB, stream));
+  CHECK_EQ(rig.counters().pinned_bytes, 0);
+  CHECK_EQ(rig.counters().pageable_copies, 1);
+  rig.back(held, stream);
+  rig.verify_empty();
+}
+
 TEST("a request of any size beyond the device is out of memory, and harmless") {
   CoreRig rig;
   const auto stream = rig.stream();

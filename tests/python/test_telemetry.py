@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,11 +218,7 @@ def test_the_proposal_is_of_what_was_asked_of_the_pinned_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step(stagehand_alloc.pool(), 1)
-    asked = [(3 * MIB, 4)]
-    monkeypatch.setattr(_native, "pinned_demand", lambda device: asked, raising=False)
-    proposal = SimpleNamespace(classes_mb=(3,), slabs_per_class=(4,))
-    pinned = SimpleNamespace(propose_classes=lambda demand: proposal if demand is asked else None)
-    monkeypatch.setitem(sys.modules, "stagehand_alloc._pinned", pinned)
+    monkeypatch.setattr(_native, "pinned_demand", lambda device: [(3 * MIB, 4)])
     found = stagehand_alloc.stats()
     assert (found.proposed_classes_mb, found.proposed_slabs_per_class) == ((3,), (4,))
 
