@@ -174,7 +174,6 @@ bool Runtime::plan_follows() {
 void Runtime::reset_peaks() {
   Lock lock(mutex_);
   counters_.reset_peaks();
-  pinned_.demand().reset_peaks();
 }
 
 std::string Runtime::report(Bytes bytes) {
