@@ -20,11 +20,20 @@ from stagehand_alloc._demo_gpt import GPT, Shape  # noqa: E402
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A model with its data on it. `blocks`: what a checkpoint may be put around."""
+    """A model with its data on it. `blocks`: what a checkpoint may be put around.
+
+    `keep_gradients`: they are zeroed between steps and not dropped, so that they are no part of
+    what a step needs beyond its activations.
+    """
 
     model: nn.Module
     loss: Callable[[], Tensor]
     blocks: list[nn.Module]
+    keep_gradients: bool = False
+
+    def zero_grad(self) -> None:
+        """Before a step."""
+        self.model.zero_grad(set_to_none=not self.keep_gradients)
 
 
 def build(name: str, shape: Mapping[str, Any], device: torch.device) -> Training:
@@ -77,6 +86,7 @@ class Adapted(nn.Module):
         self._frozen = (frozen,)  # shared by many: in a tuple, so that it is no child of each
         self.a = nn.Linear(width, rank, bias=False)
         self.b = nn.Linear(rank, width, bias=False)
+        nn.init.normal_(self.b.weight, std=1e-3)  # near the usual zero: hundreds of blocks in a row
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self._frozen[0](x) + self.b(self.a(x)))
@@ -112,7 +122,7 @@ def _adapters(shape: dict[str, Any], dtype: torch.dtype) -> Training:
     rows = shape.pop("rows")
     model = Adapters(**shape, rank=16).to(dtype)
     x = torch.randn(rows, shape["width"], dtype=dtype)
-    return Training(model, lambda: model(x), list(model.blocks))
+    return Training(model, lambda: model(x), list(model.blocks), keep_gradients=True)
 
 
 _BUILDERS: dict[str, Callable[[dict[str, Any], torch.dtype], Training]] = {

@@ -120,7 +120,7 @@ class Worker:
 
     def memory(self, mode: str) -> dict[str, Any]:
         """One step with fresh peaks: bytes at its start, its peaks, its loss and gradient norm."""
-        self._training.model.zero_grad(set_to_none=True)
+        self._training.zero_grad()
         self._synchronize()
         if self.stagehand is not None:
             self.stagehand.reset_peak_stats()
@@ -141,7 +141,7 @@ class Worker:
 
     def empty_cache(self) -> dict[str, Any]:
         """Give back what is mapped and holds nothing."""
-        self._training.model.zero_grad(set_to_none=True)
+        self._training.zero_grad()
         self._synchronize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -236,7 +236,7 @@ class Worker:
 
     def _step(self, mode: str, apart: bool = False) -> dict[str, Any]:
         """Forward in `mode`, backward after it, timed by the host and by the device."""
-        self._training.model.zero_grad(set_to_none=True)
+        self._training.zero_grad()
         self._synchronize()
         marks = _Marks(self.device)
         began = time.perf_counter()

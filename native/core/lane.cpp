@@ -9,8 +9,7 @@ namespace stagehand::core {
 
 namespace {
 
-constexpr std::size_t kTogether = 64;  // small copies in one call
-constexpr Bytes kPacedPiece = 4_MiB;   // a cap on bytes per second is kept in steps of this
+constexpr Bytes kPacedPiece = 4_MiB;  // a cap on bytes per second is kept in steps of this
 
 }  // namespace
 
@@ -23,7 +22,7 @@ Status Lane::queue(std::span<const Copy> copies) {
   Status status = Status::ok;
   while (!copies.empty() && status == Status::ok) {
     std::size_t small = 0;
-    while (small < copies.size() && small < kTogether && copies[small].bytes < kSmallCopy) {
+    while (small < copies.size() && small < kSmallTogether && copies[small].bytes < kSmallCopy) {
       ++small;
     }
     const bool together = small > 1 && table_.memcpy_batch_async != nullptr;
@@ -50,10 +49,10 @@ Status Lane::queue_pieces(const Copy& copy) {
 }
 
 Status Lane::queue_together(std::span<const Copy> copies) {
-  SH_CHECK(copies.size() <= kTogether);
-  std::array<driver::DevicePtr, kTogether> device{};
-  std::array<driver::DevicePtr, kTogether> host{};
-  std::array<std::size_t, kTogether> sizes{};
+  SH_CHECK(copies.size() <= kSmallTogether);
+  std::array<driver::DevicePtr, kSmallTogether> device{};
+  std::array<driver::DevicePtr, kSmallTogether> host{};
+  std::array<std::size_t, kSmallTogether> sizes{};
   Bytes bytes = 0;
   for (std::size_t i = 0; i < copies.size(); ++i) {
     device[i] = copies[i].device;

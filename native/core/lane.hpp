@@ -19,7 +19,8 @@ struct Copy {
   Bytes bytes = 0;
 };
 
-inline constexpr Bytes kSmallCopy = 64_KiB;  // below this a copy costs the same however small
+inline constexpr std::size_t kSmallTogether = 64;  // small copies in one call
+inline constexpr Bytes kSmallCopy = 64_KiB;        // below this a copy costs the same however small
 
 class Lane {
  public:

@@ -332,67 +332,75 @@ Record* Runtime::next_wanted(const Record& record) {
   return nullptr;
 }
 
-// Whether a prefetch leaves the step what it needs for itself until the record is asked for: as the
-// plan knows it, below the ceiling; without a plan, what is above `low`. Less what earlier steps
-// turned out to need beyond that.
-bool Runtime::room_to_prefetch(Bytes bytes, Bytes step_needs, bool planned) {
-  const Bytes live = counters_.occupied - counters_.retained;
-  const Bytes held = planned ? counters_.retained + std::max(live, step_needs) : counters_.occupied;
-  const Bytes top = planned ? ceiling() : budget_.low;
-  return fits_under(held, bytes, top - std::min(top, prefetch_reserve_));
-}
-
 // What comes next, into room that is free and stays so. Never evicts, never grows.
+//
+// With a plan, the room is what the step leaves below the ceiling at its fullest until the record
+// is asked for: what was live then the last time, and what is retained by then. Without one, it is
+// what is free below `low`. Either way less what earlier steps turned out to need beyond that.
 void Runtime::prefetch(Record& from) {
   if (!budget_.armed || counters_.evicted == 0) {
     return;
   }
+  const Bytes from_live = plan_.live_after(from.place);
+  const bool planned = from_live > 0;
+  Bytes retained = counters_.retained;  // from here on: when the record looked at is asked for
+  Bytes fullest =
+      planned ? retained + std::max(counters_.occupied - retained, from_live) : counters_.occupied;
+  const Bytes top = planned ? ceiling() : budget_.low;
+  const Bytes room = top - std::min(top, prefetch_reserve_);
   arrivals_.clear();
-  Bytes step_needs = plan_.live_after(from.place);
-  const bool planned = step_needs > 0;
   Record* record = next_wanted(from);
-  const auto flush = [&] {
-    const Status status = arrivals_.empty() ? Status::ok : bring_back(arrivals_);
-    for (const auto& [one, block] : arrivals_) {
-      if (status == Status::ok) {
-        one->prefetched = true;
-        block->arena->set_state(block, BlockState::retained);
-        counters_.retain(block->size);
-        ++counters_.prefetches;
-      }
-    }
-    arrivals_.clear();
-    return status == Status::ok;
-  };
   for (int reach = 0; record != nullptr && reach < kPrefetchReach; ++reach) {
     Record& one = *record;
     record = next_wanted(one);
-    const Bytes needs_before = step_needs;
-    step_needs = std::max(step_needs, plan_.live_after(one.place));
-    if (!one.evicted() || one.copying || one.copy.slabs.front()->pageable) {
-      continue;
+    if (one.block != nullptr) {
+      retained -= one.block->state == BlockState::retained ? one.block->size : 0;
+    } else if (!one.copying && !one.copy.slabs.front()->pageable) {
+      const Bytes bytes = returning_bytes(one);
+      if (!fits_under(fullest, bytes, room) || !prefetch_one(one, bytes)) {
+        break;
+      }
+      fullest += bytes;
     }
-    const Bytes bytes = returning_bytes(one);
-    if (mover_->in().full() || !room_to_prefetch(bytes, needs_before, planned) || !intact(one)) {
-      break;
-    }
-    Arena* arena = heap_.arena_for(one.stream, bytes, 0);
-    Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
-    if (block == nullptr) {
-      break;
-    }
-    block->serial = ++serial_;
-    counters_.occupy(block->size);
-    if (bytes >= kSmallCopy && !flush()) {
-      give_back(block);
-      return;
-    }
-    arrivals_.push_back({&one, block});
-    if (bytes >= kSmallCopy && !flush()) {
-      return;
+    if (planned) {
+      fullest = std::max(fullest, retained + plan_.live_after(one.place));
     }
   }
-  flush();
+  flush_prefetch();
+}
+
+// Takes a block for the record and queues its copy; small ones wait for others like them.
+bool Runtime::prefetch_one(Record& record, Bytes bytes) {
+  if (mover_->in().full() || !intact(record)) {
+    return false;
+  }
+  const bool alone = bytes >= kSmallCopy || arrivals_.size() == kSmallTogether;
+  if (alone && !flush_prefetch()) {
+    return false;
+  }
+  Arena* arena = heap_.arena_for(record.stream, bytes, 0);
+  Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
+  if (block == nullptr) {
+    return false;
+  }
+  block->serial = ++serial_;
+  counters_.occupy(block->size);
+  arrivals_.push_back({&record, block});
+  return bytes < kSmallCopy || flush_prefetch();
+}
+
+bool Runtime::flush_prefetch() {
+  const Status status = arrivals_.empty() ? Status::ok : bring_back(arrivals_);
+  for (const auto& [record, block] : arrivals_) {
+    if (status == Status::ok) {
+      record->prefetched = true;
+      block->arena->set_state(block, BlockState::retained);
+      counters_.retain(block->size);
+      ++counters_.prefetches;
+    }
+  }
+  arrivals_.clear();
+  return status == Status::ok;
 }
 
 bool Runtime::resident(RecordId id) {

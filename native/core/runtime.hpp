@@ -129,7 +129,8 @@ class Runtime {
   bool restore(Lock& lock, Record& record, Status* status);
   void prefetch(Record& from);
   Record* next_wanted(const Record& record);
-  bool room_to_prefetch(Bytes bytes, Bytes step_needs, bool planned);
+  bool prefetch_one(Record& record, Bytes bytes);
+  bool flush_prefetch();
   Status bring_back(std::span<const Arrival> arrivals);
   void give_back(Block* block);
   void owner_left(Block* block);

@@ -63,6 +63,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 }
 
 void Runtime::set_budget(const Budget& budget) {
+  Bytes target = 0;
   {
     Lock lock(mutex_);
     budget_ = budget;
@@ -72,11 +73,12 @@ void Runtime::set_budget(const Budget& budget) {
     plan_.begin_step(budget.high);
     prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
     pool_serial_ = serial_;
-    if (counters_.mapped <= budget_.high || !heap_.has_free_piece()) {
+    target = ceiling();  // what the step is known to need again stays
+    if (counters_.mapped <= target || !heap_.has_free_piece()) {
       return;
     }
   }
-  trim(budget.high);
+  trim(target);
 }
 
 void Runtime::clear_budget() {

@@ -6,10 +6,6 @@
 
 namespace stagehand::core {
 
-namespace {
-constexpr std::size_t kSmallTogether = 64;  // records in one batch of small copies
-}  // namespace
-
 // Where growth stops before anything is evicted: `high`, unless the step is known to need more live
 // memory than that anyway; evicting then would move bytes and hold nothing down.
 Bytes Runtime::ceiling() const {
