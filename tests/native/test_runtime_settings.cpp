@@ -60,8 +60,8 @@ TEST("pinned memory is given back on request, and pinned again when it is needed
   CHECK_EQ(rig.runtime->pinned_demand().size(), 1);
   CHECK_EQ(rig.runtime->pinned_demand()[0].bytes, 4_MiB);
   CHECK_EQ(rig.runtime->pinned_demand()[0].count, 1);
-  rig.runtime->reset_peaks();
-  CHECK(rig.runtime->pinned_demand().empty());
+  rig.runtime->reset_peaks();  // as every step of telemetry does
+  CHECK_EQ(rig.runtime->pinned_demand().size(), 1);
   rig.verify_empty();
 }
 
