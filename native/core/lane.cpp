@@ -34,7 +34,10 @@ Status Lane::queue(std::span<const Copy> copies) {
 }
 
 Status Lane::queue_pieces(const Copy& copy) {
-  const Bytes largest = pacer_.paced() ? std::min(piece_, kPacedPiece) : piece_;
+  Bytes largest = piece_ != 0 ? piece_ : copy.bytes;
+  if (pacer_.paced()) {
+    largest = std::min(largest, kPacedPiece);
+  }
   for (Bytes at = 0; at < copy.bytes; at += largest) {
     const Copy piece{copy.device + at, copy.host + at, std::min(largest, copy.bytes - at)};
     if (const Status status = admit(piece.bytes); status != Status::ok) {
@@ -82,7 +85,7 @@ Status Lane::admit(Bytes bytes) {
 // Where hopping fails the lane stays where it is: in order, and less considerate.
 void Lane::moved(Bytes bytes) {
   since_hop_ += bytes;
-  if (since_hop_ >= piece_ && clock_.hop(&spare_) == Status::ok) {
+  if (piece_ != 0 && since_hop_ >= piece_ && clock_.hop(&spare_) == Status::ok) {
     since_hop_ = 0;
   }
 }

@@ -14,8 +14,9 @@ struct LaneLimits {
   // Bytes per second, over all copies of a lane.
   Bytes rate_d2h = 0;
   Bytes rate_h2d = 0;
-  // The most of ours that a copy of somebody else's has to wait behind.
-  Bytes piece = 64_MiB;
+  // The most of ours that a copy of somebody else's has to wait behind on the same copy engine.
+  // Keeping it costs bandwidth: lane.hpp.
+  Bytes piece = 0;
 };
 
 }  // namespace stagehand::core
