@@ -5,7 +5,7 @@
 namespace stagehand::core {
 
 bool Plan::Trace::repeats(const Trace& other) const {
-  return depth == other.depth &&
+  return depth == other.depth && high == other.high &&
          std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
                     [](const auto& a, const auto& b) { return a.block_bytes == b.block_bytes; });
 }
@@ -23,7 +23,7 @@ const Plan::Step* Plan::find(std::uint32_t serial) const {
   return const_cast<Plan*>(this)->find(serial);
 }
 
-// What came after the last trace the last time, else the newest.
+// What came after the last trace the last time, else the newest; of this budget if there is one.
 std::shared_ptr<Plan::Trace> Plan::first_guess(std::uint32_t depth) const {
   std::uint32_t follower = 0;
   for (const auto& trace : traces_) {
@@ -34,10 +34,12 @@ std::shared_ptr<Plan::Trace> Plan::first_guess(std::uint32_t depth) const {
     if (trace->depth != depth) {
       continue;
     }
-    if (trace->id == follower) {
+    if (trace->id == follower && trace->high == high_) {
       return trace;
     }
-    newest = newest == nullptr ? trace : newest;
+    if (newest == nullptr || (newest->high != high_ && trace->high == high_)) {
+      newest = trace;
+    }
   }
   return newest;
 }
@@ -51,6 +53,7 @@ void Plan::begin_step(Bytes high) {
   step.serial = ++serial_;
   step.before = learned_;
   step.began = uses_;
+  step.seen.high = high;
   step.seen.depth = static_cast<std::uint32_t>(steps_.size());
   step.trace = first_guess(step.seen.depth);
   steps_.push_back(std::move(step));
@@ -171,7 +174,7 @@ const Plan::Entry* Plan::expected(Place place, const Step** step) const {
 bool Plan::leaves(Place place) const {
   const Step* step = nullptr;
   const Entry* entry = expected(place, &step);
-  return entry != nullptr && entry->evicted;
+  return entry != nullptr && entry->evicted && step->trace->predicts(step->seen.high);
 }
 
 Plan::Use Plan::next_use(Place place, std::uint64_t order) const {

@@ -78,6 +78,7 @@ class Plan {
     std::uint32_t id = 0;
     std::uint32_t depth = 0;     // steps whose records were alive when it began
     std::uint32_t follower = 0;  // the trace of the step that came next
+    Bytes high = 0;              // the budget it ran under
     Bytes live_peak = 0;
     Bytes unavoidable = 0;  // the lesser live peak of the last two such steps
     std::vector<Entry> entries;
@@ -85,6 +86,8 @@ class Plan {
     std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
 
     bool repeats(const Trace& other) const;
+    // What left under its budget leaves under this one too.
+    bool predicts(Bytes other_high) const { return other_high <= high; }
   };
   struct Step {
     std::uint32_t serial = 0;

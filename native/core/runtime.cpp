@@ -96,10 +96,14 @@ void Runtime::owner_left(Block* block) {
     block->arena->set_state(block, BlockState::retained);
     counters_.retain(block->size);
     if (budget_.armed && saving_) {
-      if (plan_.leaves(block->record->place) && !write_back(*block->record)) {
-        ++held_back_;
+      if (plan_.leaves(block->record->place)) {
+        if (!write_back(*block->record)) {
+          ++held_back_;
+        }
+        to_leave_.push_back(Ledger::id_of(*block->record));
       }
       write_back_ahead();
+      let_leave();
     }
   } else {
     counters_.vacate(block->size);
@@ -334,9 +338,9 @@ Record* Runtime::next_wanted(const Record& record) {
 
 // What comes next, into room that is free and stays so. Never evicts, never grows.
 //
-// With a plan, the room is what the step leaves below the ceiling at its fullest until the record
-// is asked for: what was live then the last time, and what is retained by then. Without one, it is
-// what is free below `low`. Either way less what earlier steps turned out to need beyond that.
+// The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
+// also knows what the step needs for itself until the record is asked for: what was live then the
+// last time, and what is retained by then, must fit below the ceiling too.
 void Runtime::prefetch(Record& from) {
   if (!budget_.armed || counters_.evicted == 0) {
     return;
@@ -344,10 +348,8 @@ void Runtime::prefetch(Record& from) {
   const Bytes from_live = plan_.live_after(from.place);
   const bool planned = from_live > 0;
   Bytes retained = counters_.retained;  // from here on: when the record looked at is asked for
-  Bytes fullest =
-      planned ? retained + std::max(counters_.occupied - retained, from_live) : counters_.occupied;
-  const Bytes top = planned ? ceiling() : budget_.low;
-  const Bytes room = top - std::min(top, prefetch_reserve_);
+  Bytes fullest = std::max(counters_.occupied, retained + from_live);
+  const Bytes room = budget_.low - std::min(budget_.low, prefetch_reserve_);
   arrivals_.clear();
   Record* record = next_wanted(from);
   for (int reach = 0; record != nullptr && reach < kPrefetchReach; ++reach) {
@@ -357,7 +359,8 @@ void Runtime::prefetch(Record& from) {
       retained -= one.block->state == BlockState::retained ? one.block->size : 0;
     } else if (!one.copying && !one.copy.slabs.front()->pageable) {
       const Bytes bytes = returning_bytes(one);
-      if (!fits_under(fullest, bytes, room) || !prefetch_one(one, bytes)) {
+      if (!fits_under(counters_.occupied, bytes, room) ||
+          (planned && !fits_under(fullest, bytes, ceiling())) || !prefetch_one(one, bytes)) {
         break;
       }
       fullest += bytes;

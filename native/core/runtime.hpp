@@ -7,6 +7,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -155,6 +156,7 @@ class Runtime {
   bool copy_out(Record& record);
   bool write_back(Record& record);
   void write_back_ahead();
+  void let_leave();
   void evict_to_low(Bytes incoming);
   void evict_all(Lock& lock);
   Block* overshoot(Arena& arena, Bytes bytes, Status* status);
@@ -200,6 +202,7 @@ class Runtime {
   LaneLimits lane_limits_;
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
   bool saving_ = false;                // the last that happened to a record: saved, not asked for
+  std::deque<RecordId> to_leave_;      // planned victims, in the order of their copies
   std::size_t held_back_ = 0;          // planned write-backs that a cap held back
   std::vector<RecordId> unsealed_;     // copied out, and no checksum yet
   std::vector<Candidate> candidates_;  // scratch of look

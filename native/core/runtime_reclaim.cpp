@@ -264,6 +264,25 @@ void Runtime::write_back_ahead() {
   }
 }
 
+// Planned victims leave as soon as their copies are known to be done, so that requests find free
+// blocks instead of making room one victim at a time. Where the host is far ahead of the GPU none
+// is, and requests take them behind their copies, in the order of these.
+void Runtime::let_leave() {
+  Bytes missing = 0;
+  while (!to_leave_.empty() && counters_.occupied > budget_.low) {
+    Record* record = ledger_.find(to_leave_.front());
+    if (record != nullptr && record->block != nullptr && !record->asked && record->clean() &&
+        evictable(*record->block)) {
+      const Tick& written = record->copy.written;
+      if (!clocks_.at(written.clock).passed(written.seq)) {
+        return;
+      }
+      evict(*record, false, &missing);
+    }
+    to_leave_.pop_front();
+  }
+}
+
 // Step 5: hysteresis, so that the next requests find room without evicting. Uses the slabs there
 // are: it is not worth a wait.
 void Runtime::evict_to_low(Bytes incoming) {

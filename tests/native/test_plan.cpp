@@ -159,6 +159,34 @@ TEST("the order of use is the one backward had, and what it never asked for come
   CHECK(!plan.next_after(again[1], &next, &record));
 }
 
+TEST("what left inside a budget is not expected to leave inside a larger one") {
+  Plan plan;
+  step(plan, {4_MiB, 8_MiB}, {0});
+  plan.begin_step(2 * kHigh);
+  const Plan::Place place = plan.saved(4_MiB);
+  CHECK(!plan.leaves(place));
+  CHECK(plan.follows());  // the order of use is as it was
+  plan.closed(place);
+  plan.begin_step(kHigh / 2);
+  CHECK(plan.leaves(plan.saved(4_MiB)));
+}
+
+TEST("steps of two budgets in turn keep a trace each") {
+  Plan plan;
+  const auto turn = [&](Bytes high, std::size_t leaves) {
+    plan.begin_step(high);
+    const std::vector<Plan::Place> places{plan.saved(4_MiB), plan.saved(4_MiB)};
+    const bool expected = plan.leaves(places[leaves]);
+    plan.evicted(places[leaves]);
+    backward(plan, places);
+    return expected;
+  };
+  turn(kHigh, 0);
+  turn(2 * kHigh, 1);
+  CHECK(turn(kHigh, 0));
+  CHECK(turn(2 * kHigh, 1));
+}
+
 TEST("a record asked for twice counts the first time") {
   Plan plan;
   const auto places = forward(plan, {1_MiB, 2_MiB});
