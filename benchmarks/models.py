@@ -101,18 +101,20 @@ class Adapters(nn.Module):
 
     def __init__(self, width: int, blocks: int, depth: int, sets: int, rank: int) -> None:
         super().__init__()
-        self.inputs = nn.Linear(width, width, bias=False)  # trained: the first block saves x too
+        self.scale = nn.Parameter(torch.ones(width))  # trained: the first block saves x too
         self.frozen = nn.ModuleList(
             nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
             for _ in range(sets)
         )
+        for weight in self.frozen.parameters():
+            nn.init.normal_(weight, std=0.1 / width**0.5)  # hundreds of blocks in a row stay finite
         self.frozen.requires_grad_(False)
         self.blocks = nn.ModuleList(
             Adapted(self.frozen[at % sets], width, rank) for at in range(blocks)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inputs(x)
+        x = x * self.scale
         for block in self.blocks:
             x = block(x)
         return x.square().mean()

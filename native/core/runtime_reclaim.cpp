@@ -6,6 +6,10 @@
 
 namespace stagehand::core {
 
+namespace {
+constexpr Bytes kFreeAhead = 64_MiB;  // what a plan keeps free for the next requests
+}  // namespace
+
 // Where growth stops before anything is evicted: `high`, unless the step is known to need more live
 // memory than that anyway; evicting then would move bytes and hold nothing down.
 Bytes Runtime::ceiling() const {
@@ -265,11 +269,13 @@ void Runtime::write_back_ahead() {
 }
 
 // Planned victims leave as soon as their copies are known to be done, so that requests find free
-// blocks instead of making room one victim at a time. Where the host is far ahead of the GPU none
-// is, and requests take them behind their copies, in the order of these.
+// blocks instead of making room one victim at a time; not before memory is about to run short, or
+// more would leave than must. Where the host is far ahead of the GPU none is, and requests take
+// them behind their copies, in the order of these.
 void Runtime::let_leave() {
   Bytes missing = 0;
-  while (!to_leave_.empty() && counters_.occupied > budget_.low) {
+  const Bytes room = std::min(kFreeAhead, (budget_.high - budget_.low) / 2);
+  while (!to_leave_.empty() && !fits_under(counters_.occupied, room, ceiling())) {
     Record* record = ledger_.find(to_leave_.front());
     if (record != nullptr && record->block != nullptr && !record->asked && record->clean() &&
         evictable(*record->block)) {
