@@ -20,6 +20,7 @@ BLOCK_NAME = "activation_stagehand"
 DEFAULT_HIGH = 0.90
 DEFAULT_LOW = 0.80
 UNLIMITED = 1 << 62  # the core's "no watermark" is above this
+LEAST_PIECE = 64 << 10  # below it a copy costs the same however small
 
 Size: TypeAlias = int | float | str
 """Bytes, a text with a unit ("20GiB", "20GB"), or a fraction of device memory in (0, 1]."""
@@ -99,6 +100,21 @@ def parse_rate(value: Size | None, name: str) -> int | None:
             f'Give {name} an int, a text like "10GB", or None for no cap.',
         )
     return min(parse_size(value, None, name), UNLIMITED)
+
+
+def parse_piece(value: Size | None, name: str) -> int | None:
+    """The largest part a copy is made in, in bytes; None is whole. Raises SizeError."""
+    if value is None:
+        return None
+    how = f'Give {name} a size of 64 KiB or more, like "1MiB", or None for whole copies.'
+    if isinstance(value, float):
+        raise SizeError(f"{name}={value!r} is a fraction, and a piece is a size in bytes.", how)
+    size = parse_size(value, None, name)
+    if size < LEAST_PIECE:
+        raise SizeError(
+            f"{name}={value!r} is {format_bytes(size)}, under {format_bytes(LEAST_PIECE)}.", how
+        )
+    return min(size, UNLIMITED)
 
 
 @dataclass(frozen=True)

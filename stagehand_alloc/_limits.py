@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
-from stagehand_alloc._config import Config, Size, parse_inflight, parse_rate
+from stagehand_alloc._config import Config, Size, parse_inflight, parse_piece, parse_rate
 
 
 class Unchanged(enum.Enum):
@@ -27,13 +27,15 @@ class LaneLimits:
 
     ``max_inflight_d2h``, ``max_inflight_h2d``: with so many copies queued on the lane and not yet
     finished, copies ahead of need (write-back, prefetch) hold back; a copy somebody waits for
-    always goes. The rates, in bytes per second, hold for all copies of the lane.
+    always goes. The rates, in bytes per second, hold for all copies of the lane. ``piece``: copies
+    go in parts of at most so many bytes, so that others' copies get in between; None is whole.
     """
 
     max_inflight_d2h: int | None = None
     max_inflight_h2d: int | None = None
     d2h_bytes_per_second: int | None = None
     h2d_bytes_per_second: int | None = None
+    piece: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> LaneLimits:
@@ -51,6 +53,7 @@ class LaneLimits:
         max_inflight_h2d: int | Unchanged | None,
         d2h_bytes_per_second: Size | Unchanged | None,
         h2d_bytes_per_second: Size | Unchanged | None,
+        piece: Size | Unchanged | None = UNCHANGED,
     ) -> LaneLimits:
         """These with some changed. Raises ConfigError or SizeError, and then nothing is."""
         changes: dict[str, int | None] = {}
@@ -66,13 +69,16 @@ class LaneLimits:
         ):
             if not isinstance(rate, Unchanged):
                 changes[name] = parse_rate(rate, name)
+        if not isinstance(piece, Unchanged):
+            changes["piece"] = parse_piece(piece, "piece")
         return dataclasses.replace(self, **changes)
 
-    def for_native(self) -> tuple[int, int, int, int]:
-        """As the core takes them: 0 is no limit."""
+    def for_native(self) -> tuple[int, int, int, int, int]:
+        """As the core takes them: 0 is no limit, and copies that go whole."""
         return (
             self.max_inflight_d2h or 0,
             self.max_inflight_h2d or 0,
             self.d2h_bytes_per_second or 0,
             self.h2d_bytes_per_second or 0,
+            self.piece or 0,
         )

@@ -135,6 +135,7 @@ class Pool:
         max_inflight_h2d: int | Unchanged | None = UNCHANGED,
         d2h_bytes_per_second: Size | Unchanged | None = UNCHANGED,
         h2d_bytes_per_second: Size | Unchanged | None = UNCHANGED,
+        piece: Size | Unchanged | None = UNCHANGED,
     ) -> LaneLimits:
         """Change what the copies may take of the link, now or while running, from any thread.
 
@@ -147,13 +148,20 @@ class Pool:
                 waits for always goes.
             d2h_bytes_per_second, h2d_bytes_per_second: "10GB", "10GiB" or bytes, per second, over
                 all copies of that lane, the awaited ones too.
+            piece: copies of either lane go in parts of at most so many bytes ("1MiB"; 64 KiB at
+                least), so that others' copies get in between; None, the default, is whole. The
+                smaller, the sooner others get through and the slower the lane.
 
         Returns the limits now in force. Raises ConfigError, SizeError, or DriverError; then nothing
         has changed.
         """
         with _registry_lock:
             wanted = self._limits.changed(
-                max_inflight_d2h, max_inflight_h2d, d2h_bytes_per_second, h2d_bytes_per_second
+                max_inflight_d2h,
+                max_inflight_h2d,
+                d2h_bytes_per_second,
+                h2d_bytes_per_second,
+                piece,
             )
             if self._device is not None and _latest.get(self._device) is self:
                 _driver.check_process()

@@ -13,12 +13,12 @@ from stagehand_alloc import Config, ConfigError, LaneLimits, SizeError, _native
 
 DEVICE = 0
 GB = 10**9
-NONE = (0, 0, 0, 0)
+NONE = (0, 0, 0, 0, 0)
 
 
 def in_force() -> tuple[int, ...]:
-    """In flight and bytes per second, each to the host and back; 0 is no limit."""
-    return _native.lane_limits(DEVICE)[:4]
+    """In flight and bytes per second, each to the host and back, and piece; 0 is no limit."""
+    return _native.lane_limits(DEVICE)
 
 
 def test_only_what_is_named_changes() -> None:
@@ -29,6 +29,8 @@ def test_only_what_is_named_changes() -> None:
     assert pool.limits() == LaneLimits(2, 3, 10 * GB, 1 << 30)
     assert pool.limits(max_inflight_d2h=None) == LaneLimits(None, 3, 10 * GB, 1 << 30)
     assert pool.limits(h2d_bytes_per_second=None) == LaneLimits(None, 3, 10 * GB, None)
+    assert pool.limits(piece="1MiB") == LaneLimits(None, 3, 10 * GB, None, 1 << 20)
+    assert pool.limits(piece=None) == LaneLimits(None, 3, 10 * GB, None)
 
 
 def test_settings_are_where_a_pool_starts() -> None:
@@ -49,6 +51,12 @@ def test_settings_are_where_a_pool_starts() -> None:
         ({"h2d_bytes_per_second": -1}, SizeError, "h2d_bytes_per_second=-1"),
         ({"h2d_bytes_per_second": "fast"}, SizeError, "h2d_bytes_per_second='fast'"),
         ({"d2h_bytes_per_second": 0.5}, SizeError, "d2h_bytes_per_second=0.5"),
+        ({"piece": "32KiB"}, SizeError, "piece='32KiB' is 32.00 KiB, under 64.00 KiB"),
+        ({"piece": (64 << 10) - 1}, SizeError, "piece=65535"),
+        ({"piece": 0}, SizeError, "piece=0"),
+        ({"piece": "small"}, SizeError, "piece='small'"),
+        ({"piece": 0.5}, SizeError, "piece=0.5"),
+        ({"piece": True}, SizeError, "piece=True"),
     ],
 )
 def test_a_limit_that_cannot_be_is_named_and_changes_nothing(
@@ -61,6 +69,10 @@ def test_a_limit_that_cannot_be_is_named_and_changes_nothing(
     assert pool.limits() == LaneLimits(7)
 
 
+def test_the_least_piece_is_what_a_copy_costs_whatever_its_size() -> None:
+    assert stagehand_alloc.pool().limits(piece=64 << 10) == LaneLimits(piece=64 << 10)
+
+
 def test_an_unknown_limit_is_refused() -> None:
     with pytest.raises(TypeError, match="max_inflight"):
         stagehand_alloc.pool().limits(max_inflight=1)  # type: ignore[call-arg]
@@ -71,17 +83,17 @@ def test_limits_hold_from_entry_on_and_change_while_running() -> None:
     pool = stagehand_alloc.pool(config={"max_inflight_d2h": 1})
     pool.limits(h2d_bytes_per_second=GB)
     with pool:
-        assert in_force() == (1, 0, 0, GB)
-        pool.limits(max_inflight_h2d=4, max_inflight_d2h=None)
-        assert in_force() == (0, 4, 0, GB)
+        assert in_force() == (1, 0, 0, GB, 0)
+        pool.limits(max_inflight_h2d=4, max_inflight_d2h=None, piece="1MiB")
+        assert in_force() == (0, 4, 0, GB, 1 << 20)
         thread = threading.Thread(target=lambda: pool.limits(h2d_bytes_per_second=None))
         thread.start()
         thread.join()
-        assert in_force() == (0, 4, 0, 0)
-    pool.limits(max_inflight_h2d=6)  # backward runs now
-    assert in_force() == (0, 6, 0, 0)
+        assert in_force() == (0, 4, 0, 0, 1 << 20)
+    pool.limits(max_inflight_h2d=6, piece=None)  # backward runs now
+    assert in_force() == (0, 6, 0, 0, 0)
     with pool:
-        assert in_force() == (0, 6, 0, 0)
+        assert in_force() == (0, 6, 0, 0, 0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -106,7 +118,7 @@ def test_the_limits_of_the_pool_entered_last_are_in_force() -> None:
         first.limits(max_inflight_d2h=2)  # for its own steps
         assert in_force() == NONE
     with first:
-        assert in_force() == (2, 0, 0, 0)
+        assert in_force() == (2, 0, 0, 0, 0)
     with second:
         pass
 
@@ -115,6 +127,7 @@ def test_the_limits_of_the_pool_entered_last_are_in_force() -> None:
 def test_a_step_under_limits_has_the_right_gradient() -> None:
     pool = stagehand_alloc.pool(config={"debug_checksums": True, "max_inflight_d2h": 1})
     pool.limits(max_inflight_h2d=1, d2h_bytes_per_second="1GB", h2d_bytes_per_second="1GB")
+    pool.limits(piece="64KiB")
     for _ in range(3):
         x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
         with pool:
