@@ -6,6 +6,8 @@
 #include <chrono>
 #include <thread>
 
+#include "core/background.hpp"
+
 namespace stagehand::core {
 
 namespace {
@@ -24,16 +26,12 @@ bool Pacer::prepare() {
     return false;
   }
   madvise(page, kPage, MADV_DONTFORK);
-  bool ready = table_.host_register(page, kPage, driver::kHostRegisterPortable) == driver::kSuccess;
+  const bool ready =
+      table_.host_register(page, kPage, driver::kHostRegisterPortable) == driver::kSuccess;
   lock.lock();
-  if (ready && word_ == nullptr) {
-    try {
-      std::thread(&Pacer::run, this).detach();
-      word_ = static_cast<std::uint64_t*>(page);
-      return true;
-    } catch (const std::system_error&) {
-      ready = false;  // no thread to be had
-    }
+  if (ready && word_ == nullptr && start_background([this] { run(); })) {
+    word_ = static_cast<std::uint64_t*>(page);
+    return true;
   }
   const bool done = word_ != nullptr;  // another thread was first
   lock.unlock();

@@ -290,6 +290,7 @@ Status Runtime::bring_back(std::span<const Arrival> arrivals) {
 // has to be made outside it.
 bool Runtime::restore(Lock& lock, Record& record, Status* status) {
   for (;;) {
+    counters_.host_waits += record.copying ? 1 : 0;
     while (record.copying) {  // another thread waits for its copy: rare, and it ends on its own
       lock.unlock();
       std::this_thread::yield();

@@ -1,12 +1,9 @@
 // Pinned host memory for copies: settings, slabs for a record, and the thread that pins ahead.
-#include <pthread.h>
 #include <unistd.h>
 
-#include <csignal>
-#include <system_error>
-#include <thread>
 #include <utility>
 
+#include "core/background.hpp"
 #include "core/check.hpp"
 #include "core/runtime.hpp"
 
@@ -125,24 +122,16 @@ bool Runtime::make_slabs_here(Lock& lock, Bytes wanted) {
 // A forked child has the books of its parent, but not its thread.
 bool Runtime::pinner_runs() const { return pinner_process_ != 0 && pinner_process_ == getpid(); }
 
-// One thread a device, for the life of the process: detached, since nothing may wait for it at
-// exit, and the Runtime it works for is leaked too (rule T3). Signals are for the program's own
-// threads. Where no thread can be had, whoever needs pinned memory makes it.
+// One thread a device. Where none can be had, whoever needs pinned memory makes it.
 void Runtime::start_pinner() {
   if (pinner_process_ != 0) {
     return;
   }
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    std::thread([this] { pin_ahead(); }).detach();
+  if (start_background([this] { pin_ahead(); })) {
     pinner_process_ = getpid();
-  } catch (const std::system_error&) {
+  } else {
     pinned_options_.ahead = false;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Runtime::pin_ahead() {
