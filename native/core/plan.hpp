@@ -3,9 +3,9 @@
 //
 // A step's records are known by their place in the order of saving and the size of their block. As
 // long as a step repeats the sizes of one that is remembered (its trace, and the budget it ran
-// under), it is expected to repeat the rest too: which records leave the GPU, in which order backward
-// asks for them, and how much live memory there is on the way. Several traces are kept, so that
-// shapes may alternate, and a step's own records may outlive the start of the next one
+// under), it is expected to repeat the rest too: which records leave the GPU, in which order
+// backward asks for them, and how much live memory there is on the way. Several traces are kept, so
+// that shapes may alternate, and a step's own records may outlive the start of the next one
 // (micro-batches in a pipeline). On the first size that no trace has, the rest is reactive.
 #pragma once
 
