@@ -156,6 +156,8 @@ class Runtime {
   bool copy_out(Record& record);
   bool write_back(Record& record);
   void write_back_ahead();
+  Record* next_to_leave();
+  void evict_next_small(Arena& arena);
   void let_leave();
   void evict_to_low(Bytes incoming);
   void evict_all(Lock& lock);

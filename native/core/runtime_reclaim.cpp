@@ -7,7 +7,8 @@
 namespace stagehand::core {
 
 namespace {
-constexpr Bytes kFreeAhead = 64_MiB;  // what a plan keeps free for the next requests
+constexpr Bytes kSmallVictims = 16_MiB;  // leave together
+constexpr Bytes kFreeAhead = 64_MiB;     // what a plan keeps free for the next requests
 }  // namespace
 
 // Where growth stops before anything is evicted: `high`, unless the step is known to need more live
@@ -56,8 +57,12 @@ Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
     if (block == nullptr) {
       block = overshoot(arena, bytes, status);  // step 7
     }
-    if (block != nullptr && pressed && !plan_.follows()) {
-      evict_to_low(block->size);  // step 5
+    if (block != nullptr && pressed) {  // step 5
+      if (plan_.follows()) {
+        evict_next_small(arena);
+      } else {
+        evict_to_low(block->size);
+      }
     }
     return block;
   }
@@ -268,6 +273,36 @@ void Runtime::write_back_ahead() {
   }
 }
 
+// Whether the planned victim at the front of the queue can leave now; those that cannot, or need
+// not, are taken off it.
+Record* Runtime::next_to_leave() {
+  for (; !to_leave_.empty(); to_leave_.pop_front()) {
+    Record* record = ledger_.find(to_leave_.front());
+    if (record != nullptr && record->block != nullptr && !record->asked && record->clean() &&
+        evictable(*record->block)) {
+      return record;
+    }
+  }
+  return nullptr;
+}
+
+// Under a plan, small victims leave a few at a time, and the stream is put behind their copies at
+// once: the next requests then find free blocks, where each would have to search for room.
+void Runtime::evict_next_small(Arena& arena) {
+  Bytes missing = 0;
+  Bytes room = kSmallVictims;
+  Status status = Status::ok;
+  for (Record* record = next_to_leave(); record != nullptr && record->block->size <= room &&
+                                         record->block->arena == &arena && status == Status::ok;
+       record = next_to_leave()) {
+    room -= record->block->size;
+    status = clocks_.order_after(arena.clock, record->copy.written);
+    evict(*record, false, &missing);
+    to_leave_.pop_front();
+  }
+  heap_.settle(arena);
+}
+
 // Planned victims leave as soon as their copies are known to be done, so that requests find free
 // blocks instead of making room one victim at a time; not before memory is about to run short, or
 // more would leave than must. Where the host is far ahead of the GPU none is, and requests take
@@ -275,16 +310,13 @@ void Runtime::write_back_ahead() {
 void Runtime::let_leave() {
   Bytes missing = 0;
   const Bytes room = std::min(kFreeAhead, (budget_.high - budget_.low) / 2);
-  while (!to_leave_.empty() && !fits_under(counters_.occupied, room, ceiling())) {
-    Record* record = ledger_.find(to_leave_.front());
-    if (record != nullptr && record->block != nullptr && !record->asked && record->clean() &&
-        evictable(*record->block)) {
-      const Tick& written = record->copy.written;
-      if (!clocks_.at(written.clock).passed(written.seq)) {
-        return;
-      }
-      evict(*record, false, &missing);
+  while (!fits_under(counters_.occupied, room, ceiling())) {
+    Record* record = next_to_leave();
+    if (record == nullptr ||
+        !clocks_.at(record->copy.written.clock).passed(record->copy.written.seq)) {
+      return;
     }
+    evict(*record, false, &missing);
     to_leave_.pop_front();
   }
 }
