@@ -9,7 +9,7 @@ namespace stagehand::core {
 
 namespace {
 
-constexpr Bytes kPacedPiece = 4_MiB;  // a cap on bytes per second is kept in steps of this
+constexpr Bytes kPacedPiece = 4_MiB;  // at least, and what a capped lane moves in 16 ms
 
 }  // namespace
 
@@ -36,7 +36,7 @@ Status Lane::queue(std::span<const Copy> copies) {
 Status Lane::queue_pieces(const Copy& copy) {
   Bytes largest = piece_ != 0 ? piece_ : copy.bytes;
   if (pacer_.paced()) {
-    largest = std::min(largest, kPacedPiece);
+    largest = std::min(largest, std::max(kPacedPiece, pacer_.rate() / 64));
   }
   for (Bytes at = 0; at < copy.bytes; at += largest) {
     const Copy piece{copy.device + at, copy.host + at, std::min(largest, copy.bytes - at)};
@@ -98,6 +98,9 @@ bool Lane::copy_now(driver::Stream stream, const Copy& copy) const {
 void Lane::note(Tick tick) {
   if (inflight_ > 0) {
     under_way_.push_back(tick.seq);
+    if (under_way_.size() > inflight_) {
+      under_way_.pop_front();  // done before the others are
+    }
   }
 }
 
@@ -106,10 +109,7 @@ bool Lane::full() {
     under_way_.clear();
     return false;
   }
-  while (!under_way_.empty() && clock_.passed(under_way_.front())) {
-    under_way_.pop_front();
-  }
-  return under_way_.size() >= inflight_;
+  return under_way_.size() >= inflight_ && !clock_.passed(under_way_.front());
 }
 
 }  // namespace stagehand::core

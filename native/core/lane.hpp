@@ -69,7 +69,7 @@ class Lane {
   std::uint32_t inflight_ = 0;
   Bytes piece_ = LaneLimits{}.piece;  // 0: copies go whole
   Bytes since_hop_ = 0;
-  std::deque<Seq> under_way_;  // ends of copies not known to be done; only kept under a cap
+  std::deque<Seq> under_way_;  // ends of the newest copies, as many as may be under way
 };
 
 }  // namespace stagehand::core

@@ -18,6 +18,7 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   record.handles = 0;
   record.order = ++order_;
   record.evictions = record.restores = 0;
+  record.outdated = false;
   record.copying = record.prefetched = record.asked = false;
   record.block = block;
   record.begin = begin;

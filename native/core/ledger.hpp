@@ -35,6 +35,7 @@ struct Record {
   Plan::Place place;           // in the step that saved it
   bool alive = false;
   bool copying = false;     // a thread waits for its copy without the lock: leave it alone
+  bool outdated = false;    // its storage may have changed while `copying`: the copy is no good
   bool asked = false;       // backward has unpacked it
   bool prefetched = false;  // on the device ahead of need, and not yet asked for
   Block* block = nullptr;

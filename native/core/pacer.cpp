@@ -58,18 +58,18 @@ void Pacer::set_rate(Bytes per_second) {
 }
 
 Status Pacer::admit(driver::Stream stream, Bytes bytes) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   if (rate_ == 0) {
     return Status::ok;
   }
+  queued_ += bytes;  // granted too where the wait cannot be queued: harmless
+  const Bytes due = queued_;
   const auto word = reinterpret_cast<driver::DevicePtr>(word_);
-  if (table_.stream_wait_value64(stream, word, queued_ + bytes, driver::kWaitValueGeq) !=
-      driver::kSuccess) {
-    return Status::driver_failed;
-  }
-  queued_ += bytes;
   changed_.notify_one();
-  return Status::ok;
+  lock.unlock();  // a full queue of the driver's makes the call wait for the word to be raised
+  return table_.stream_wait_value64(stream, word, due, driver::kWaitValueGeq) == driver::kSuccess
+             ? Status::ok
+             : Status::driver_failed;
 }
 
 void Pacer::run() {
@@ -78,6 +78,7 @@ void Pacer::run() {
   for (;;) {
     changed_.wait(lock, [&] { return granted_ < queued_; });
     auto last = Clock::now();
+    double owed = 0;  // of a byte: a low rate adds up too
     while (granted_ < queued_) {
       lock.unlock();
       std::this_thread::sleep_for(kTurn);
@@ -85,7 +86,9 @@ void Pacer::run() {
       const auto now = Clock::now();
       const double seconds = std::chrono::duration<double>(now - last).count();
       last = now;
-      const auto more = static_cast<Bytes>(static_cast<double>(rate_.load()) * seconds);
+      owed += static_cast<double>(rate_.load()) * seconds;
+      const auto more = static_cast<Bytes>(owed);
+      owed -= static_cast<double>(more);
       grant(std::min(queued_, granted_ + more));
     }
   }

@@ -23,7 +23,8 @@ class Pacer {
   bool prepare();
   // Bytes per second; 0 lets go of whatever is held back. `prepare` has succeeded, or it is 0.
   void set_rate(Bytes per_second);
-  bool paced() const { return rate_.load(std::memory_order_relaxed) != 0; }
+  Bytes rate() const { return rate_.load(std::memory_order_relaxed); }
+  bool paced() const { return rate() != 0; }
   // What is queued on `stream` from now on may run once `bytes` more may have moved.
   Status admit(driver::Stream stream, Bytes bytes);
 

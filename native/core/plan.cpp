@@ -46,29 +46,38 @@ std::shared_ptr<Plan::Trace> Plan::first_guess(std::uint32_t depth) const {
 
 void Plan::begin_step(Bytes high) {
   high_ = high;
-  if (now_ != nullptr && now_->alive == 0) {
-    end(now_);
+  if (now_ != nullptr && (now_->alive == 0 || !now_->seen.by_use.empty())) {
+    end(now_);  // records that outlive it are on their own
   }
   Step step;
   step.serial = ++serial_;
   step.before = learned_;
   step.began = uses_;
   step.seen.high = high;
-  step.seen.depth = static_cast<std::uint32_t>(steps_.size());
+  step.seen.depth = static_cast<std::uint32_t>(std::count_if(
+      steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
   step.trace = first_guess(step.seen.depth);
   steps_.push_back(std::move(step));
   now_ = &steps_.back();
 }
 
 Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
-  if (now_ == nullptr || (now_->alive == 0 && !now_->seen.by_use.empty())) {
-    begin_step(high_);  // one pool around many steps: backward has used up all there was
+  if (now_ == nullptr || over(*now_)) {
+    begin_step(high_);
   }
   const auto index = static_cast<std::uint32_t>(now_->seen.entries.size());
   now_->seen.entries.push_back({block_bytes, record, false, 0, 0});
   ++now_->alive;
   follow(*now_);
   return {now_->serial, index};
+}
+
+// One pool may be around many steps: one is over when most of what it saved is gone. A few records
+// may stay, of a graph that somebody keeps.
+bool Plan::over(const Step& step) const {
+  const std::size_t count = step.seen.entries.size();
+  const bool gone = step.alive * 8 <= count;
+  return count >= kLongestStep || (gone && (!step.seen.by_use.empty() || count >= kUnasked));
 }
 
 // Keeps to the trace while the newest size is its; else looks for another with all sizes so far.

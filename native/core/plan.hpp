@@ -65,6 +65,8 @@ class Plan {
 
  private:
   static constexpr std::size_t kTraces = 8;
+  static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
+  static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
 
   struct Entry {
@@ -76,7 +78,7 @@ class Plan {
   };
   struct Trace {
     std::uint32_t id = 0;
-    std::uint32_t depth = 0;     // steps whose records were alive when it began
+    std::uint32_t depth = 0;     // steps that waited for their backward when it began
     std::uint32_t follower = 0;  // the trace of the step that came next
     Bytes high = 0;              // the budget it ran under
     Bytes live_peak = 0;
@@ -103,6 +105,7 @@ class Plan {
   const Step* find(std::uint32_t serial) const;
   const Entry* expected(Place place, const Step** step) const;
   std::shared_ptr<Trace> first_guess(std::uint32_t depth) const;
+  bool over(const Step& step) const;
   void follow(Step& step);
   void end(Step* step);
   void learn(Step& step);

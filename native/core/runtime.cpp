@@ -64,7 +64,7 @@ Block* Runtime::acquire(Lock& lock, Bytes bytes, driver::Stream stream, std::uin
   if (block != nullptr) {
     block->serial = ++serial_;
     counters_.occupy(block->size);
-    plan_.live(counters_.occupied - counters_.retained);
+    note_live();
   }
   return block;
 }
@@ -80,6 +80,13 @@ bool Runtime::free(Address address) {
   owner_left(block);
   seal(lock);
   return true;
+}
+
+// What the plan learns is what backward and forward need; not the optimizer, which runs disarmed.
+void Runtime::note_live() {
+  if (budget_.armed) {
+    plan_.live(counters_.occupied - counters_.retained);
+  }
 }
 
 // One of a block's owners is gone: torch, or an alias. With no owner it is retained while a record
@@ -178,15 +185,23 @@ Saved Runtime::save(Address data, Address first, Address last) {
     }
     record = ledger_.open(block, first - block->address, last - block->address);
     record->place = plan_.saved(block->size, Ledger::id_of(*record));
+    if (record->place.step != step_) {
+      begin_step(record->place.step);
+    }
     block->record = record;
   } else {
+    // Saved again, by backward itself: since it was copied out it may have been changed in place,
+    // which is legal where nobody asks for the old version any more. A copy still under way reads
+    // what it finds, for nobody.
+    if (record->copying) {
+      record->outdated = true;
+    } else {
+      release_copy(*record);
+    }
     const Bytes begin = first - block->address + record->block_begin;
     const Bytes end = last - block->address + record->block_begin;
-    if (begin < record->begin || end > record->end) {
-      SH_CHECK(!record->clean());  // a copy can only have been made of what is retained
-      record->begin = std::min(record->begin, begin);
-      record->end = std::max(record->end, end);
-    }
+    record->begin = std::min(record->begin, begin);
+    record->end = std::max(record->end, end);
   }
   saving_ = true;
   ++record->handles;
@@ -201,6 +216,14 @@ Saved Runtime::save(Address data, Address first, Address last) {
     block->arena->clock.record(&tick);
   }
   return {Refusal::none, Ledger::id_of(*record), data - block->address + record->block_begin};
+}
+
+// The first record of a step was saved. What was learned of the room to leave is forgotten slowly.
+void Runtime::begin_step(std::uint32_t step) {
+  step_ = step;
+  prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
+  to_leave_.clear();
+  held_back_ = 0;
 }
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
@@ -230,7 +253,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   if (block->state == BlockState::retained) {
     block->arena->set_state(block, BlockState::live);
     counters_.release_retained(block->size);
-    plan_.live(counters_.occupied - counters_.retained);
+    note_live();
   }
   ++block->aliases;
   ++counters_.aliases;

@@ -135,6 +135,8 @@ class Runtime {
   Status bring_back(std::span<const Arrival> arrivals);
   void give_back(Block* block);
   void owner_left(Block* block);
+  void note_live();
+  void begin_step(std::uint32_t step);
   void record_users(Block* block);
   void end_record(Record& record);
   void release_copy(Record& record);
@@ -203,10 +205,11 @@ class Runtime {
   DebugModes debug_;
   LaneLimits lane_limits_;
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
+  std::uint32_t step_ = 0;                      // the plan's, of the newest record
   bool saving_ = false;                // the last that happened to a record: saved, not asked for
   std::deque<RecordId> to_leave_;      // planned victims, in the order of their copies
   std::size_t held_back_ = 0;          // planned write-backs that a cap held back
-  std::vector<RecordId> unsealed_;     // copied out, and no checksum yet
+  std::deque<RecordId> unsealed_;      // copied out, and no checksum yet
   std::vector<Candidate> candidates_;  // scratch of look
   std::vector<Block*> candidate_blocks_;
   std::vector<Record*> leaving_;   // scratch of write_back

@@ -71,9 +71,7 @@ void Runtime::set_budget(const Budget& budget) {
     budget_.armed = true;
     pool_open_ = true;
     plan_.begin_step(budget.high);
-    to_leave_.clear();
-    held_back_ = 0;
-    prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
+    prefetch_reserve_ = std::min(prefetch_reserve_, budget_.low);
     pool_serial_ = serial_;
     target = ceiling();  // what the step is known to need again stays
     if (counters_.mapped <= target || !heap_.has_free_piece()) {

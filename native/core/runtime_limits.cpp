@@ -1,6 +1,7 @@
 // Limits that may change while running, and what is told of a budget or a copy that went wrong.
 #include <algorithm>
 #include <cstdio>
+#include <utility>
 
 #include "core/checksum.hpp"
 #include "core/runtime.hpp"
@@ -55,10 +56,16 @@ std::uint32_t checksum_of(const Record& record) {
 // Takes the checksums of what was copied out, once it has arrived: waits for each copy, without the
 // lock. Nothing to do, and no cost, unless checksums were asked for.
 void Runtime::seal(Lock& lock) {
-  while (!unsealed_.empty()) {
-    Record* record = ledger_.find(unsealed_.back());
-    unsealed_.pop_back();
-    if (record == nullptr || !record->clean() || record->copying) {
+  for (std::size_t tries = unsealed_.size(); tries > 0 && !unsealed_.empty(); --tries) {
+    const driver::ContextGuard guard(table_, context_);
+    const RecordId id = unsealed_.front();
+    unsealed_.pop_front();
+    Record* record = ledger_.find(id);
+    if (record == nullptr || !record->clean()) {
+      continue;
+    }
+    if (record->copying) {
+      unsealed_.push_back(id);  // its turn comes again
       continue;
     }
     const Tick written = record->copy.written;
@@ -66,6 +73,7 @@ void Runtime::seal(Lock& lock) {
     Seq actual = 0;
     if (written.seq != 0 &&
         clocks_.at(written.clock).event_for(written.seq, &event, &actual) != Status::ok) {
+      unsealed_.push_back(id);
       continue;
     }
     record->copying = true;
@@ -78,6 +86,9 @@ void Runtime::seal(Lock& lock) {
     record->copying = false;
     record->copy.checksum = crc;
     record->copy.sealed = arrived;
+    if (std::exchange(record->outdated, false)) {
+      release_copy(*record);
+    }
     if (record->handles == 0) {
       end_record(*record);
     }

@@ -1,5 +1,7 @@
 // Steps 3 to 7 of walk 1: making room for one request.
 #include <algorithm>
+#include <span>
+#include <utility>
 
 #include "core/check.hpp"
 #include "core/runtime.hpp"
@@ -183,6 +185,7 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
     ++counters_.dirty_evictions;
   }
   if (debug_.poison) {
+    const driver::ContextGuard guard(table_, context_);
     mover_->poison(block);
   }
   if (record.prefetched) {
@@ -212,16 +215,26 @@ bool Runtime::copy_out(Record& record) {
   if (record.bytes() < kSmallCopy) {
     Bytes missing = 0;
     for (Record* r = record.newer; r != nullptr && leaving_.size() < kSmallTogether; r = r->newer) {
-      if (r->bytes() < kSmallCopy && r->block != nullptr && evictable(*r->block) && !r->clean() &&
-          !r->asked && take_slabs(*r, false, &missing)) {
-        leaving_.push_back(r);
+      if (r->bytes() >= kSmallCopy || r->block == nullptr || !evictable(*r->block) || r->clean() ||
+          r->asked) {
+        continue;
       }
+      if (!take_slabs(*r, false, &missing)) {
+        break;
+      }
+      leaving_.push_back(r);
     }
   }
-  if (mover_->copy_out(leaving_) != Status::ok) {
-    for (Record* r : leaving_) {
+  Status status = mover_->copy_out(leaving_);
+  if (status != Status::ok && leaving_.size() > 1) {  // one of the others may be what cannot go
+    for (Record* r : std::span(leaving_).subspan(1)) {
       release_copy(*r);
     }
+    leaving_.resize(1);
+    status = mover_->copy_out(leaving_);
+  }
+  if (status != Status::ok) {
+    release_copy(record);
     return false;
   }
   counters_.write_backs += leaving_.size() - 1;
@@ -400,7 +413,8 @@ bool Runtime::copy_out_pageable(Lock& lock) {
   }
   lock.lock();
   record->copying = false;
-  if (copied && record->handles > 0) {
+  const bool outdated = std::exchange(record->outdated, false);
+  if (copied && !outdated && record->handles > 0) {
     record->copy.slabs.push_back(slab);
     counters_.evicted_bytes += copy.bytes;
     if (debug_.checksums) {
@@ -413,7 +427,7 @@ bool Runtime::copy_out_pageable(Lock& lock) {
     end_record(*record);
     return true;  // its block is free now
   }
-  return false;
+  return outdated;  // it is in use again; there may be another
 }
 
 // The same way back, and onto the books. An alias stands for this thread meanwhile: the block is

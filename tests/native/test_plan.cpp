@@ -227,6 +227,33 @@ TEST("one pool around many steps: a step ends when backward has used up what was
   CHECK(plan.leaves(first));
 }
 
+TEST("a graph that somebody keeps does not end planning, in one pool or in many") {
+  for (const bool one_pool : {false, true}) {
+    Plan plan;
+    const std::vector<Bytes> sizes(16, 4_MiB);
+    bool followed = false;
+    for (int i = 0; i < 6; ++i) {
+      std::vector<Plan::Place> places;
+      if (one_pool && i > 0) {
+        for (const Bytes size : sizes) {
+          places.push_back(plan.saved(size));
+        }
+        plan.evicted(places[3]);
+      } else {
+        places = forward(plan, sizes, {3});
+      }
+      followed = plan.follows() && plan.leaves(places[3]);
+      for (std::size_t j = 16; j-- > 0;) {
+        plan.unpacked(places[j]);
+        if (i != 1 || j != 7) {  // one record of the second step is never let go
+          plan.closed(places[j]);
+        }
+      }
+    }
+    CHECK(followed);
+  }
+}
+
 TEST("the plan declines when live memory alone was above high in two steps, and only then") {
   Plan plan;
   const auto with_live = [&](Bytes live) {
@@ -306,6 +333,27 @@ TEST("backward may ask in any order: small records that come back together come 
     }
     CHECK(rig.counters().prefetches > 0);
   }
+}
+
+TEST("what the optimizer needs between two pools does not raise the ceiling inside them") {
+  CoreRig rig;
+  const auto stream = rig.stream();
+  for (int step = 0; step < 5; ++step) {
+    rig.budget(32_MiB, 28_MiB);
+    std::vector<Held> saved;
+    for (int i = 0; i < 10; ++i) {
+      saved.push_back(rig.retain(4_MiB, stream));
+    }
+    CHECK(rig.counters().mapped <= 32_MiB);
+    CHECK(rig.runtime->plan_state() != PlanState::declined);
+    rig.runtime->clear_budget();
+    while (!saved.empty()) {
+      rig.back(saved.back(), stream);
+      saved.pop_back();
+    }
+    rig.drop(rig.make(48_MiB, stream));
+  }
+  rig.verify_empty();
 }
 
 TEST("a step unlike the last one falls back to reacting, with the right bytes") {

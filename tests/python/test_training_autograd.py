@@ -362,3 +362,31 @@ def test_a_change_in_place_of_something_not_saved_is_allowed() -> None:
     expected = program(contextlib.nullcontext())
     with leaves_nothing():
         assert program(stagehand_alloc.pool()) == expected
+
+
+def test_a_saved_tensor_that_backward_changes_and_saves_again_is_saved_as_it_is_then() -> None:
+    """Legal, since nobody asks for the old version again: a host copy of it must not come back."""
+
+    class ChangesWhatItSaved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            b = a * 2
+            ctx.save_for_backward(b)
+            return b.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Tensor:
+            (b,) = ctx.saved_tensors
+            b.mul_(3.0)
+            w = torch.ones(b.shape, requires_grad=True)
+            with torch.enable_grad():
+                z = (b * w).sum()
+            del b
+            torch.empty(1000)  # what is saved may leave here
+            return torch.autograd.grad(z, w)[0]
+
+    leaf = torch.ones(1 << 16, requires_grad=True)
+    with evicting_everything(), stagehand_alloc.pool():
+        ChangesWhatItSaved.apply(leaf).backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 6.0))
