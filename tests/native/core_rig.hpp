@@ -1,6 +1,7 @@
 // One Runtime on a fresh simulated GPU, and short names for what tests of the core do with it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -60,8 +61,8 @@ inline Interludes& interludes() {
 }
 
 // Where the last copy to the host went.
-inline unsigned char*& last_host_copy() {
-  static unsigned char* host = nullptr;
+inline std::atomic<unsigned char*>& last_host_copy() {
+  static std::atomic<unsigned char*> host = nullptr;
   return host;
 }
 

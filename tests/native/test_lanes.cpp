@@ -133,7 +133,7 @@ TEST("with checksums, a host copy that changed is not given to backward") {
   rig.runtime->set_debug({false, false, true});
   CHECK(rig.counters().host_waits > 0);  // a checksum is taken of what has arrived
   CHECK_EQ(rig.counters().evicted, Bytes{5_MiB});
-  last_host_copy()[100] ^= 1;  // of the newest
+  last_host_copy().load()[100] ^= 1;  // of the newest
   CHECK_EQ(rig.runtime->unpack(bad.record, bad.offset, s).status, Status::corrupted);
   CHECK(rig.runtime->history(bad.record).find("evicted 1 times") != std::string::npos);
   rig.runtime->drop_handle(bad.record);
