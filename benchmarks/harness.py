@@ -119,6 +119,20 @@ def refuse_without_gpu(program: str, simulated: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pace:
+    """How much is measured: rounds of turns; in each, timed steps after some that are not."""
+
+    rounds: int
+    steps: int
+    lead_steps: int
+    lead_seconds: float
+
+    def lead(self) -> dict[str, float]:
+        """What a worker's "steps" is told of the steps that are not timed."""
+        return {"lead": self.lead_steps, "lead_seconds": self.lead_seconds}
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """A claim, what was measured, and what it is held against."""
 

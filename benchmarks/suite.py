@@ -28,6 +28,7 @@ from typing import Any
 import plot
 from harness import (
     RESULTS,
+    Pace,
     Worker,
     WorkerError,
     ask_all,
@@ -61,14 +62,6 @@ TINY: dict[str, tuple[str, Shape]] = {
     "gpt": ("gpt", TINY_GPT),
     "adapters": ("adapters", TINY_ADAPTERS),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    rounds: int
-    steps: int
-    lead_steps: int
-    lead_seconds: float
 
 
 FULL, QUICK, SIMULATED = Pace(2, 3, 2, 0.5), Pace(1, 2, 2, 0.3), Pace(1, 1, 1, 0)
@@ -161,9 +154,8 @@ class ModelRun:
     def _turn(self, mode: str) -> None:
         worker = self._worker(mode)
         worker.ask("empty_cache")  # what another mode left would count to this one's memory
-        lead = {"lead": self.pace.lead_steps, "lead_seconds": self.pace.lead_seconds}
         self.steps.setdefault(mode, []).append(
-            worker.ask("steps", mode=mode, count=self.pace.steps, **lead)
+            worker.ask("steps", mode=mode, count=self.pace.steps, **self.pace.lead())
         )
 
     def _median(self, mode: str, sample: str) -> float:

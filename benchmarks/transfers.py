@@ -31,6 +31,7 @@ import sys
 import time
 from typing import Any
 
+import harness
 from harness import (
     RESULTS,
     Row,
@@ -73,13 +74,9 @@ SAMPLES = ("wall_ms", "forward_ms", "backward_ms")
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """How much is measured."""
+class Pace(harness.Pace):
+    """Beside that, what happens once in a process, and steps beside foreign copies."""
 
-    rounds: int
-    steps: int
-    lead_steps: int
-    lead_seconds: float
     fresh: int  # processes, for what happens once in each
     foreign_steps: int
 
@@ -242,9 +239,8 @@ class CaseRun:
 
     def _turn(self, name: str) -> None:
         pace = self.run.pace
-        lead = {"lead": pace.lead_steps, "lead_seconds": pace.lead_seconds}
         count = round(pace.steps * self.case.short)
-        reply = self.workers[name].ask("steps", mode=name, count=count, **lead)
+        reply = self.workers[name].ask("steps", mode=name, count=count, **pace.lead())
         for sample in SAMPLES:
             getattr(self.measured, sample).setdefault(name, []).append(reply[sample])
         self.measured.losses.setdefault(name, []).extend(reply["loss"])

@@ -183,6 +183,13 @@ class CoreRig {
     drop(tensor);
     return held;
   }
+  std::vector<Held> retain_many(int count, Bytes bytes, driver::Stream on) {
+    std::vector<Held> held;
+    for (int i = 0; i < count; ++i) {
+      held.push_back(retain(bytes, on));
+    }
+    return held;
+  }
   // The tensor re-made for `consumer`, its contents checked there.
   Unpacked unpack(const Held& held, driver::Stream consumer) {
     const Unpacked again = runtime->unpack(held.record, held.offset, consumer);
@@ -199,6 +206,12 @@ class CoreRig {
       runtime->drop_alias(again.block);
     }
     runtime->drop_handle(held.record);
+  }
+  // All of them, newest first; none is left.
+  void back_all(std::vector<Held>& held, driver::Stream consumer) {
+    for (; !held.empty(); held.pop_back()) {
+      back(held.back(), consumer);
+    }
   }
   bool resident(const Held& held) { return runtime->resident(held.record); }
   // Evicts all that is retained, at an allocation of nothing worth mentioning.

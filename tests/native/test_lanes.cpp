@@ -10,15 +10,9 @@ std::uint64_t calls(const char* symbol) { return stagehand_sim_call_count(symbol
 // Eight activations, evicted for the ninth's sake and brought back newest first.
 void there_and_back(CoreRig& rig, Bytes bytes) {
   const driver::Stream s = rig.stream();
-  std::vector<Held> saved;
-  for (int i = 0; i < 8; ++i) {
-    saved.push_back(rig.retain(bytes, s));
-  }
+  std::vector<Held> saved = rig.retain_many(8, bytes, s);
   rig.evict_all(s);
-  while (!saved.empty()) {
-    rig.back(saved.back(), s);
-    saved.pop_back();
-  }
+  rig.back_all(saved, s);
 }
 
 TEST("a copy in pieces on two streams in turn arrives whole, whatever the schedule") {
@@ -64,12 +58,7 @@ TEST("under a cap on copies in flight, write-back holds back and is made up for 
     }
     rig.runtime->clear_budget();
   };
-  const auto backward = [&] {
-    while (!saved.empty()) {
-      rig.back(saved.back(), s);
-      saved.pop_back();
-    }
-  };
+  const auto backward = [&] { rig.back_all(saved, s); };
   for (int i = 0; i < 3; ++i) {
     forward();
     backward();

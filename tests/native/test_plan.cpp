@@ -285,15 +285,9 @@ TEST("a record of an earlier step that leaves late does not confuse the step tha
 // Forward: `count` activations of 4 MiB; then backward asks for them, newest first.
 void train(CoreRig& rig, driver::Stream stream, int count) {
   rig.budget(24_MiB, 20_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < count; ++i) {
-    saved.push_back(rig.retain(4_MiB, stream));
-  }
+  std::vector<Held> saved = rig.retain_many(count, 4_MiB, stream);
   rig.runtime->clear_budget();
-  while (!saved.empty()) {
-    rig.back(saved.back(), stream);
-    saved.pop_back();
-  }
+  rig.back_all(saved, stream);
 }
 
 TEST("a step like the last one writes back ahead: no victim has to be copied when room is needed") {
@@ -320,10 +314,7 @@ TEST("backward may ask in any order: small records that come back together come 
     const auto stream = rig.stream();
     for (int step = 0; step < 4; ++step) {
       rig.budget(24_MiB, 20_MiB);
-      std::vector<Held> saved;
-      for (int i = 0; i < 12; ++i) {
-        saved.push_back(rig.retain(16_KiB, stream));
-      }
+      std::vector<Held> saved = rig.retain_many(12, 16_KiB, stream);
       rig.runtime->clear_budget();
       rig.evict_all(stream);
       for (const std::size_t i : {11, 0, 5, 1, 10, 2, 9, 3, 8, 4, 7, 6}) {
@@ -340,17 +331,11 @@ TEST("what the optimizer needs between two pools does not raise the ceiling insi
   const auto stream = rig.stream();
   for (int step = 0; step < 5; ++step) {
     rig.budget(32_MiB, 28_MiB);
-    std::vector<Held> saved;
-    for (int i = 0; i < 10; ++i) {
-      saved.push_back(rig.retain(4_MiB, stream));
-    }
+    std::vector<Held> saved = rig.retain_many(10, 4_MiB, stream);
     CHECK(rig.counters().mapped <= 32_MiB);
     CHECK(rig.runtime->plan_state() != PlanState::declined);
     rig.runtime->clear_budget();
-    while (!saved.empty()) {
-      rig.back(saved.back(), stream);
-      saved.pop_back();
-    }
+    rig.back_all(saved, stream);
     rig.drop(rig.make(48_MiB, stream));
   }
   rig.verify_empty();

@@ -128,45 +128,36 @@ TEST("S4: a restore waits for its own write-back") {
   });
 }
 
-TEST("S5: a slab is reused only behind the last copy that names it") {
+// Two storages, one after the other, in the one slab there is: the first one's bytes go back while
+// its copy in is queued.
+void prove_reuse(Bytes first_bytes, Bytes second_bytes) {
   Machine machine = kMachine;
   machine.classes = {{kBlock}, {1}};
-  machine.host_limit = kBlock;  // one slab
-  prove(Rule::S5, machine, [](CoreRig& rig) {
+  machine.host_limit = kBlock;
+  prove(Rule::S5, machine, [=](CoreRig& rig) {
     const driver::Stream s = rig.stream();
     const driver::Stream other = rig.stream();
     rig.budget(32_MiB, 32_MiB);
-    const Held first = rig.retain(kBlock, s);
+    const Held first = rig.retain(first_bytes, s);
     rig.evict_all(s);
     stagehand_sim_drain();
-    rig.back(first, s);  // its slab goes back while the copy in is queued
-    const Held second = rig.retain(kBlock, other);
+    rig.back(first, s);
+    const Held second = rig.retain(second_bytes, other);
     rig.evict_all(other);
-    CHECK_EQ(rig.counters().pinned_used_bytes, kBlock);
+    CHECK_EQ(rig.counters().pinned_used_bytes, second_bytes);
     rig.back(second, other);
   });
 }
 
+TEST("S5: a slab is reused only behind the last copy that names it") {
+  prove_reuse(kBlock, kBlock);
+}
+
 TEST("S5: a cell is reused only behind the last copy that names it, and a slab behind its cells'") {
-  // One slab: cut into cells and whole by turns.
-  const Machine machine{.memory = 64_MiB, .classes = {{kBlock}, {1}}, .host_limit = kBlock};
   constexpr Bytes kCell = kBlock / 2;
-  for (const auto& [first_bytes, second_bytes] :
-       {std::pair{kCell, kCell}, std::pair{kCell, kBlock}, std::pair{kBlock, kCell}}) {
-    prove(Rule::S5, machine, [first_bytes, second_bytes](CoreRig& rig) {
-      const driver::Stream s = rig.stream();
-      const driver::Stream other = rig.stream();
-      rig.budget(32_MiB, 32_MiB);
-      const Held first = rig.retain(first_bytes, s);
-      rig.evict_all(s);
-      stagehand_sim_drain();
-      rig.back(first, s);  // its bytes go back while the copy in is queued
-      const Held second = rig.retain(second_bytes, other);
-      rig.evict_all(other);
-      CHECK_EQ(rig.counters().pinned_used_bytes, second_bytes);
-      rig.back(second, other);
-    });
-  }
+  prove_reuse(kCell, kCell);
+  prove_reuse(kCell, kBlock);  // cut into cells, then whole
+  prove_reuse(kBlock, kCell);  // whole, then cut
 }
 
 TEST("S6: the consumer waits for the restore on its current stream, asked at the call") {

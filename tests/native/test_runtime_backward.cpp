@@ -66,9 +66,7 @@ TEST("what is evicted is poisoned, and comes back right all the same") {
     for (int i = 0; i < 6; ++i) {
       saved.push_back(rig.retain(300_KiB << i, s));
     }
-    for (auto held = saved.rbegin(); held != saved.rend(); ++held) {
-      rig.back(*held, s);
-    }
+    rig.back_all(saved, s);
     rig.verify_empty();
   }
 }
@@ -77,10 +75,7 @@ TEST("what is evicted is poisoned, and comes back right all the same") {
 
 // Six evicted records of 8 MiB each, with 48 MiB mapped and free.
 std::vector<Held> six_evicted(CoreRig& rig, driver::Stream s) {
-  std::vector<Held> saved;
-  for (int i = 0; i < 6; ++i) {
-    saved.push_back(rig.retain(8_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(6, 8_MiB, s);
   rig.evict_all(s);
   stagehand_sim_drain();
   rig.drop(rig.make(48_MiB, s));  // joins what was evicted into free memory
@@ -116,10 +111,7 @@ TEST("prefetch never evicts and never grows, however much is missing") {
   CoreRig rig({.memory = 128_MiB});
   const driver::Stream s = rig.stream();
   rig.budget(16_MiB, 16_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < 6; ++i) {
-    saved.push_back(rig.retain(8_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(6, 8_MiB, s);
   const Bytes mapped = rig.counters().mapped;
   const Unpacked newest = rig.unpack(saved[5], s);  // resident: no room has to be made
   const Unpacked next = rig.unpack(saved[4], s);
@@ -386,10 +378,7 @@ TEST("a graph dropped without backward gives everything back, evicted or not") {
   CoreRig rig;
   const driver::Stream s = rig.stream();
   rig.budget(32_MiB, 24_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < 8; ++i) {
-    saved.push_back(rig.retain(8_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(8, 8_MiB, s);
   CHECK(rig.counters().evicted > 0);
   for (const Held& held : saved) {
     rig.runtime->drop_handle(held.record);
@@ -421,10 +410,7 @@ TEST("a backward that retains its graph runs twice with the same bytes") {
   CoreRig rig({.memory = 128_MiB});
   const driver::Stream s = rig.stream();
   rig.budget(16_MiB, 12_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < 8; ++i) {
-    saved.push_back(rig.retain(4_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(8, 4_MiB, s);
   for (int round = 0; round < 2; ++round) {
     for (auto held = saved.rbegin(); held != saved.rend(); ++held) {
       rig.runtime->drop_alias(rig.unpack(*held, s).block);

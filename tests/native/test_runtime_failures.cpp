@@ -59,14 +59,9 @@ TEST("another process has the device's memory: what is ours is used again and ag
   const driver::AllocationProp prop;
   CHECK_EQ(rig.driver.mem_create(&foreign, 40_MiB, &prop, 0), 0);
   rig.budget(64_MiB, 60_MiB);  // more than there is
-  std::vector<Held> saved;
-  for (int i = 0; i < 8; ++i) {
-    saved.push_back(rig.retain(6_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(8, 6_MiB, s);
   CHECK(rig.counters().mapped_peak <= 24_MiB);
-  for (auto held = saved.rbegin(); held != saved.rend(); ++held) {
-    rig.back(*held, s);
-  }
+  rig.back_all(saved, s);
   rig.verify_empty();
   CHECK_EQ(rig.driver.mem_release(foreign), 0);
 }
@@ -79,16 +74,11 @@ TEST("pinned memory refused: pageable copies, counted as waits, with the right b
     const driver::Stream s = rig.stream();
     fail("cuMemHostRegister", 1, 1'000'000, driver::kOutOfMemory);
     rig.budget(16_MiB, 16_MiB, 16_MiB);
-    std::vector<Held> saved;
-    for (int i = 0; i < 6; ++i) {
-      saved.push_back(rig.retain(4_MiB, s));
-    }
+    std::vector<Held> saved = rig.retain_many(6, 4_MiB, s);
     CHECK(rig.counters().pageable_copies >= 2);
     CHECK(rig.counters().host_waits >= rig.counters().pageable_copies);
     CHECK(rig.counters().pageable_bytes >= rig.counters().evicted);
-    for (auto held = saved.rbegin(); held != saved.rend(); ++held) {
-      rig.back(*held, s);
-    }
+    rig.back_all(saved, s);
     rig.verify_empty();
   }
 }
@@ -97,15 +87,10 @@ TEST("pinned memory runs out half-way: copies spread over small slabs, then page
   CoreRig rig({.classes = {{64_KiB, 4_MiB}, {16, 1}}, .host_limit = 5_MiB});
   const driver::Stream s = rig.stream();
   rig.budget(8_MiB, 8_MiB, 8_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < 6; ++i) {
-    saved.push_back(rig.retain(4_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(6, 4_MiB, s);
   CHECK(rig.counters().pinned_bytes <= 5_MiB);
   CHECK(rig.counters().pageable_copies > 0);
-  for (auto held = saved.rbegin(); held != saved.rend(); ++held) {
-    rig.back(*held, s);
-  }
+  rig.back_all(saved, s);
   rig.verify_empty();
 }
 

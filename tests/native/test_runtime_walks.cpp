@@ -36,10 +36,7 @@ TEST("step 3: memory is mapped while mapped stays at or below high, and nothing 
   CoreRig rig;
   const driver::Stream s = rig.stream();
   rig.budget(64_MiB, 32_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < 4; ++i) {
-    saved.push_back(rig.retain(16_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(4, 16_MiB, s);
   CHECK_EQ(rig.counters().mapped, 64_MiB);
   CHECK_EQ(rig.counters().evicted, 0);
   for (const Held& held : saved) {
@@ -62,9 +59,7 @@ TEST("step 4: over high the oldest goes first, and mapped never crosses") {
   CHECK_EQ(rig.counters().mapped_peak, 64_MiB);
   CHECK_EQ(rig.counters().evicted, 64_MiB);
   CHECK_EQ(rig.counters().overshoot_bytes, 0);
-  for (auto held = saved.rbegin(); held != saved.rend(); ++held) {
-    rig.back(*held, s);
-  }
+  rig.back_all(saved, s);
   CHECK_EQ(rig.counters().mapped_peak, 64_MiB);
   rig.verify_empty();
 }
@@ -108,10 +103,7 @@ TEST("step 5: eviction goes on until occupied is at or below low") {
   CoreRig rig;
   const driver::Stream s = rig.stream();
   rig.budget(64_MiB, 40_MiB);
-  std::vector<Held> saved;
-  for (int i = 0; i < 8; ++i) {
-    saved.push_back(rig.retain(8_MiB, s));
-  }
+  std::vector<Held> saved = rig.retain_many(8, 8_MiB, s);
   CHECK_EQ(rig.counters().evicted, 0);
   const Tensor next = rig.make(8_MiB, s);
   CHECK(rig.counters().occupied <= 40_MiB);

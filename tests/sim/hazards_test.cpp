@@ -5,23 +5,6 @@ namespace stagehand::sim::test {
 
 namespace {
 
-// Runs body(rig, broken) for every seed, broken and put right.
-template <typename Body>
-void planted(int kind, Body body) {
-  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    for (const bool broken : {true, false}) {
-      Rig rig(seed);
-      body(rig, broken);
-      stagehand_sim_step(seed % 7);
-      if (broken) {
-        CHECK_ONE_HAZARD(kind);
-      } else {
-        CHECK_NO_HAZARD();
-      }
-    }
-  }
-}
-
 stagehand_sim_range whole(driver::DevicePtr address) { return {address, kBytes}; }
 
 }  // namespace

@@ -131,4 +131,21 @@ inline std::string hazard_text(std::uint64_t index) {
     CHECK_EQ(::stagehand::sim::test::hazard_text(0), "");  \
   } while (false)
 
+// Runs body(rig, broken) for every seed, broken and put right.
+template <typename Body>
+void planted(int kind, Body body) {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    for (const bool broken : {true, false}) {
+      Rig rig(seed);
+      body(rig, broken);
+      stagehand_sim_step(seed % 7);
+      if (broken) {
+        CHECK_ONE_HAZARD(kind);
+      } else {
+        CHECK_NO_HAZARD();
+      }
+    }
+  }
+}
+
 }  // namespace stagehand::sim::test

@@ -39,23 +39,6 @@ driver::Result batch(Rig& rig, const std::vector<Copy>& copies, driver::Stream o
                                        &attributes, &start, 1, on);
 }
 
-// Runs body(rig, broken) for every seed, broken and put right.
-template <typename Body>
-void planted(int kind, Body body) {
-  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
-    for (const bool broken : {true, false}) {
-      Rig rig(seed);
-      body(rig, broken);
-      stagehand_sim_step(seed % 7);
-      if (broken) {
-        CHECK_ONE_HAZARD(kind);
-      } else {
-        CHECK_NO_HAZARD();
-      }
-    }
-  }
-}
-
 std::uint64_t* word_of(unsigned char* slab) { return reinterpret_cast<std::uint64_t*>(slab); }
 
 void raise(unsigned char* slab, std::uint64_t value) {
