@@ -21,6 +21,13 @@ Status Mover::fence_block(Block* block, Tick tick) {
   return status;
 }
 
+// What the lane does next comes behind the block's last work, on its own and on foreign streams.
+Status Mover::order_behind(Lane& lane, const Block& block) {
+  const Status status =
+      clocks_.order_after(lane.clock(), {block.arena->clock.index(), block.idle_from});
+  return status == Status::ok ? clocks_.order_after(lane.clock(), block.fence) : status;
+}
+
 // One copy for each stretch of the saved range that lies in one piece on the host.
 void Mover::collect(const Record& record, Address address) {
   Bytes done = 0;
@@ -58,14 +65,7 @@ Status Mover::fence_copy(Status status, Record& record, Block* block, Tick tick)
 }
 
 Status Mover::order_copy_out(const Record& record) {
-  const Block* block = record.block;
-  Status status = Status::ok;
-  if (holds(Rule::S1)) {
-    status = clocks_.order_after(out_.clock(), {block->arena->clock.index(), block->idle_from});
-    if (status == Status::ok) {
-      status = clocks_.order_after(out_.clock(), block->fence);
-    }
-  }
+  Status status = holds(Rule::S1) ? order_behind(out_, *record.block) : Status::ok;
   for (const Slab* slab : record.copy.slabs) {
     if (status == Status::ok && holds(Rule::S5)) {
       status = clocks_.order_after(out_.clock(), slab->fence);
@@ -92,13 +92,7 @@ Status Mover::copy_out(std::span<Record* const> records) {
 }
 
 Status Mover::order_copy_in(const Record& record, const Block* block) {
-  Status status = Status::ok;
-  if (holds(Rule::S3)) {
-    status = clocks_.order_after(in_.clock(), {block->arena->clock.index(), block->idle_from});
-    if (status == Status::ok) {
-      status = clocks_.order_after(in_.clock(), block->fence);
-    }
-  }
+  Status status = holds(Rule::S3) ? order_behind(in_, *block) : Status::ok;
   if (status == Status::ok && holds(Rule::S4)) {
     status = clocks_.order_after(in_.clock(), record.copy.written);
   }
@@ -125,10 +119,7 @@ Status Mover::copy_in(std::span<const Arrival> arrivals) {
 
 Status Mover::poison(Block* block) {
   StreamClock& lane = out_.clock();
-  Status status = clocks_.order_after(lane, {block->arena->clock.index(), block->idle_from});
-  if (status == Status::ok) {
-    status = clocks_.order_after(lane, block->fence);
-  }
+  Status status = order_behind(out_, *block);
   if (status == Status::ok) {
     status = table_.memset_d8_async(block->address, kPoison, block->size, lane.stream()) ==
                      driver::kSuccess

@@ -48,6 +48,7 @@ class Mover {
   Status fence_block(Block* block, Tick tick);
 
  private:
+  Status order_behind(Lane& lane, const Block& block);
   void collect(const Record& record, Address address);
   Status finish(Status status, Lane& lane, Tick* tick);
   Status fence_copy(Status status, Record& record, Block* block, Tick tick);
