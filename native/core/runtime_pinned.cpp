@@ -90,12 +90,16 @@ bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
   }
   ++counters_.host_waits;
   growth_due_.notify_one();
-  // Whatever is under way is waited for, and nothing is made beside it.
+  // Whatever is under way is waited for, and nothing is made beside it; unless the thread is told
+  // to stop meanwhile.
   const Bytes before = pinned_.made(wanted);
   do {
     growth_done_.wait(lock);
-  } while (pinned_.made(wanted) == before && pinned_.ask(wanted));
-  return pinned_.made(wanted) != before;
+  } while (pinned_.made(wanted) == before && pinned_options_.ahead && pinned_.ask(wanted));
+  if (pinned_.made(wanted) != before) {
+    return true;
+  }
+  return !pinned_options_.ahead && make_slabs_here(lock, wanted);
 }
 
 bool Runtime::make_slabs_here(Lock& lock, Bytes wanted) {
@@ -116,6 +120,7 @@ bool Runtime::make_slabs_here(Lock& lock, Bytes wanted) {
   }
   lock.lock();
   pinned_.finish_growth(chunk, made);
+  growth_done_.notify_all();
   return made;
 }
 

@@ -18,6 +18,7 @@ struct Registering {
   std::atomic<int> now{0};
   std::atomic<int> most{0};
   std::atomic<int> delay_ms{0};
+  std::atomic<bool> held{false};
   std::atomic<std::uint64_t> bytes{0};
 };
 
@@ -44,6 +45,7 @@ struct Rig {
               all.most = std::max(all.most.load(), now);
               all.bytes += bytes;
               std::this_thread::sleep_for(std::chrono::milliseconds(all.delay_ms));
+              all.held.wait(true);
               const driver::Result result = real(host, bytes, flags);
               --all.now;
               return result;
@@ -174,6 +176,26 @@ TEST("what was given back is pinned again only when it is needed") {
   ahead.rig.budget(8_MiB, 8_MiB);
   const Held held = ahead.rig.retain(4_MiB, s);
   ahead.rig.drop(ahead.rig.make(8_MiB, s));
+  CHECK_EQ(ahead.rig.counters().pageable_copies, 0);
+  ahead.rig.back(held, s);
+  ahead.rig.verify_empty();
+}
+
+TEST("who waits for the thread makes pinned memory itself when the thread is told to stop") {
+  registering().held = true;
+  Rig ahead({.classes = {{1_MiB, 4_MiB}, {1, 0}}, .host_limit = 16_MiB});
+  const driver::Stream s = ahead.rig.stream();
+  ahead.rig.budget(8_MiB, 8_MiB, 8_MiB);
+  const Held held = ahead.rig.retain(4_MiB, s);
+  std::thread other([&] { ahead.rig.drop(ahead.rig.make(8_MiB, s)); });
+  while (ahead.rig.counters().host_waits == 0) {
+    std::this_thread::yield();
+  }
+  ahead.rig.runtime->configure_pinned({{1_MiB, 4_MiB}, {1, 0}}, 16_MiB, {false, -1});
+  registering().held = false;
+  registering().held.notify_all();
+  other.join();
+  CHECK(!ahead.rig.resident(held));
   CHECK_EQ(ahead.rig.counters().pageable_copies, 0);
   ahead.rig.back(held, s);
   ahead.rig.verify_empty();
