@@ -285,11 +285,17 @@ void Runtime::give_back(Block* block) {
   heap_.give(block);
 }
 
+// The record's copy in fills the block, or has: from here on the block is the record's.
+void Runtime::arrive(Record& record, Block* block) {
+  record.block = block;
+  block->record = &record;
+  ++record.restores;
+  counters_.evicted -= record.bytes();
+  counters_.restored_bytes += record.bytes();
+}
+
 // Queues the copies back and puts them on the books; on failure the blocks are given back.
 Status Runtime::bring_back(std::span<const Arrival> arrivals) {
-  for (const auto& [record, block] : arrivals) {
-    record->block_begin = returning_begin(*record);
-  }
   const Status status = mover_->copy_in(arrivals);
   const std::uint32_t pair = status == Status::ok && arrivals.size() == 1
                                  ? stalls_.copied(mover_->in().clock().stream())
@@ -300,11 +306,7 @@ Status Runtime::bring_back(std::span<const Arrival> arrivals) {
       continue;
     }
     record->stall_pair = pair;
-    record->block = block;
-    block->record = record;
-    ++record->restores;
-    counters_.evicted -= record->bytes();
-    counters_.restored_bytes += record->bytes();
+    arrive(*record, block);
   }
   return status;
 }
@@ -334,6 +336,7 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
       give_back(block);
       continue;
     }
+    record.block_begin = returning_begin(record);
     if (record.copy.slabs.front()->pageable) {
       *status = restore_pageable(lock, record, block);
     } else {
@@ -412,6 +415,7 @@ bool Runtime::prefetch_one(Record& record, Bytes bytes) {
   }
   block->serial = ++serial_;
   counters_.occupy(block->size);
+  record.block_begin = returning_begin(record);
   arrivals_.push_back({&record, block});
   return bytes < kSmallCopy || flush_prefetch();
 }

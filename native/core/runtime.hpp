@@ -132,6 +132,7 @@ class Runtime {
   Record* next_wanted(const Record& record);
   bool prefetch_one(Record& record, Bytes bytes);
   bool flush_prefetch();
+  void arrive(Record& record, Block* block);
   Status bring_back(std::span<const Arrival> arrivals);
   void give_back(Block* block);
   void owner_left(Block* block);

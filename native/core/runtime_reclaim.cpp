@@ -433,7 +433,6 @@ bool Runtime::copy_out_pageable(Lock& lock) {
 // The same way back, and onto the books. An alias stands for this thread meanwhile: the block is
 // nobody else's.
 Status Runtime::restore_pageable(Lock& lock, Record& record, Block* block) {
-  record.block_begin = record.begin / kBlockUnit * kBlockUnit;
   Status status = mover_->order_copy_in(record, block);
   if (status == Status::ok) {
     const Copy copy{block->address + record.begin - record.block_begin,
@@ -460,11 +459,7 @@ Status Runtime::restore_pageable(Lock& lock, Record& record, Block* block) {
     give_back(block);
     return status;
   }
-  block->record = &record;
-  record.block = block;
-  ++record.restores;
-  counters_.evicted -= record.bytes();
-  counters_.restored_bytes += record.bytes();
+  arrive(record, block);
   return Status::ok;
 }
 
