@@ -52,6 +52,8 @@ struct Record {
 
   bool clean() const { return !copy.slabs.empty(); }
   bool evicted() const { return alive && block == nullptr; }
+  bool retained() const { return block != nullptr && block->state == BlockState::retained; }
+  bool evictable() const { return retained() && !copying; }
   Bytes bytes() const { return end - begin; }
 };
 

@@ -383,7 +383,7 @@ void Runtime::prefetch(Record& from) {
     Record& one = *record;
     record = next_wanted(one);
     if (one.block != nullptr) {
-      retained -= one.block->state == BlockState::retained ? one.block->size : 0;
+      retained -= one.retained() ? one.block->size : 0;
     } else if (!one.copying && !one.copy.slabs.front()->pageable) {
       const Bytes bytes = returning_bytes(one);
       if (!fits_under(counters_.occupied, bytes, room) ||

@@ -167,7 +167,6 @@ class Runtime {
   Block* overshoot(Arena& arena, Bytes bytes, Status* status);
   bool copy_out_pageable(Lock& lock);
   Status restore_pageable(Lock& lock, Record& record, Block* block);
-  bool evictable(const Block& block) const;
   Bytes ceiling() const;
   // runtime_pinned.cpp
   bool take_slabs(Record& record, bool squeeze, Bytes* missing);

@@ -19,10 +19,6 @@ Bytes Runtime::ceiling() const {
   return std::min(std::max(budget_.high, plan_.unavoidable()), budget_.limit);
 }
 
-bool Runtime::evictable(const Block& block) const {
-  return block.state == BlockState::retained && !block.record->copying;
-}
-
 Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
   bool pressed = false;  // something was evicted for this request
   bool waited = false;   // for old addresses to come free
@@ -107,7 +103,7 @@ void Runtime::look(const Arena& arena, bool with_victims) {
           candidate.age = tick.seq;
         }
       }
-    } else if (with_victims && evictable(*b)) {
+    } else if (with_victims && b->record != nullptr && b->record->evictable()) {
       candidate.kind = Candidate::Kind::victim;
       candidate.age = ~plan_.next_use(b->record->place, b->record->order);
     }
@@ -156,7 +152,7 @@ Record* Runtime::last_needed(bool small_first) {
   Record* found[2] = {nullptr, nullptr};  // of small arenas, of others
   Plan::Use latest[2] = {0, 0};
   for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
-    if (r->block == nullptr || !evictable(*r->block)) {
+    if (!r->evictable()) {
       continue;
     }
     const std::size_t kind = r->block->arena->key.small && !small_first ? 0 : 1;
@@ -172,7 +168,7 @@ Record* Runtime::last_needed(bool small_first) {
 // Device to host and release. A clean record's block is released at once.
 Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   Block* block = record.block;
-  SH_CHECK(evictable(*block));
+  SH_CHECK(record.evictable());
   if (record.clean()) {
     ++counters_.clean_evictions;
   } else {
@@ -215,8 +211,7 @@ bool Runtime::copy_out(Record& record) {
   if (record.bytes() < kSmallCopy) {
     Bytes missing = 0;
     for (Record* r = record.newer; r != nullptr && leaving_.size() < kSmallTogether; r = r->newer) {
-      if (r->bytes() >= kSmallCopy || r->block == nullptr || !evictable(*r->block) || r->clean() ||
-          r->asked) {
+      if (r->bytes() >= kSmallCopy || !r->evictable() || r->clean() || r->asked) {
         continue;
       }
       if (!take_slabs(*r, false, &missing)) {
@@ -274,8 +269,7 @@ void Runtime::write_back_ahead() {
   held_back_ = 0;
   Bytes wanted = planned ? kUnlimited : counters_.occupied - budget_.low;
   for (Record* r = ledger_.oldest(); r != nullptr && wanted > 0; r = r->newer) {
-    if (r->block == nullptr || r->block->state != BlockState::retained || r->asked ||
-        (planned && !plan_.leaves(r->place))) {
+    if (!r->retained() || r->asked || (planned && !plan_.leaves(r->place))) {
       continue;
     }
     if (!write_back(*r)) {
@@ -291,8 +285,7 @@ void Runtime::write_back_ahead() {
 Record* Runtime::next_to_leave() {
   for (; !to_leave_.empty(); to_leave_.pop_front()) {
     Record* record = ledger_.find(to_leave_.front());
-    if (record != nullptr && record->block != nullptr && !record->asked && record->clean() &&
-        evictable(*record->block)) {
+    if (record != nullptr && record->evictable() && record->clean() && !record->asked) {
       return record;
     }
   }
@@ -390,8 +383,7 @@ Block* Runtime::overshoot(Arena& arena, Bytes bytes, Status* status) {
 // without the lock; the block stays where it is meanwhile, so its owners may come and go.
 bool Runtime::copy_out_pageable(Lock& lock) {
   Record* record = ledger_.oldest();
-  while (record != nullptr &&
-         (record->block == nullptr || !evictable(*record->block) || record->clean())) {
+  while (record != nullptr && (!record->evictable() || record->clean())) {
     record = record->newer;
   }
   Slab* slab = record != nullptr ? pinned_.take_pageable(record->bytes()) : nullptr;
