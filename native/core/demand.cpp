@@ -17,12 +17,6 @@ Demand::Entry* Demand::add(Bytes bytes) {
   return &entry;
 }
 
-void Demand::reset_peaks() {
-  for (auto& [bytes, entry] : entries_) {
-    entry.peak = entry.now;
-  }
-}
-
 std::vector<Demand::Peak> Demand::peaks() const {
   std::vector<Peak> found;
   for (const auto& [bytes, entry] : entries_) {

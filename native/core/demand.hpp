@@ -15,7 +15,7 @@ class Demand {
  public:
   struct Entry {
     std::uint32_t now = 0;
-    std::uint32_t peak = 0;  // since the last reset
+    std::uint32_t peak = 0;  // so far
   };
   struct Peak {
     Bytes bytes = 0;
@@ -25,7 +25,6 @@ class Demand {
   // One more storage of this size; `drop` takes what this returned.
   Entry* add(Bytes bytes);
   static void drop(Entry* entry) { --entry->now; }
-  void reset_peaks();
   // Sizes of which there was one, ascending.
   std::vector<Peak> peaks() const;
 

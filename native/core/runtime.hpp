@@ -94,8 +94,7 @@ class Runtime {
   // Gives pinned memory that no record holds and no copy names back to the system, in the pieces
   // it was pinned in, until pinned_bytes <= keep. Returns how much. Waits for the driver.
   Bytes release_pinned(Bytes keep);
-  // The sizes storages asked host memory for, and how many of each held some at once at most since
-  // reset_peaks.
+  // The sizes storages asked host memory for, and how many of each held some at once at most.
   std::vector<Demand::Peak> pinned_demand();
   void set_debug(DebugModes modes);
   void set_checksums(bool on);
