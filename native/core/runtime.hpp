@@ -108,7 +108,6 @@ class Runtime {
 
   Counters counters();
   Budget budget();
-  bool plan_follows();
   PlanState plan_state();
   void reset_peaks();
   Bytes device_bytes() const { return device_bytes_; }

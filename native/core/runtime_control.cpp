@@ -168,11 +168,6 @@ Budget Runtime::budget() {
   return budget_;
 }
 
-bool Runtime::plan_follows() {
-  Lock lock(mutex_);
-  return plan_.follows();
-}
-
 void Runtime::reset_peaks() {
   Lock lock(mutex_);
   counters_.reset_peaks();

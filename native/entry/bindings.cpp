@@ -81,12 +81,10 @@ nb::list pinned_demand(int device) {
 nb::dict stats(int device) {
   core::Counters counters;
   core::Budget budget;
-  bool plan_follows = false;
   core::PlanState plan_state = core::PlanState::none;
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     counters = runtime->counters();
     budget = runtime->budget();
-    plan_follows = runtime->plan_follows();
     plan_state = runtime->plan_state();
   }
   nb::dict found;
@@ -94,7 +92,9 @@ nb::dict stats(int device) {
   STAGEHAND_COUNTERS(STAGEHAND_ENTRY)
 #undef STAGEHAND_ENTRY
   found["live"] = counters.occupied - counters.retained;
-  found["plan_follows"] = plan_follows ? 1 : 0;
+  const bool follows =
+      plan_state == core::PlanState::following || plan_state == core::PlanState::declined;
+  found["plan_follows"] = follows ? 1 : 0;
   found["plan_state"] = static_cast<int>(plan_state);
   found["high"] = budget.high;
   found["low"] = budget.low;
