@@ -4,23 +4,19 @@
 
 namespace stagehand::core {
 
+namespace {
+// The step of this number, null where it is over.
+auto* step_of(auto& steps, std::uint32_t serial) {
+  const auto found = std::find_if(steps.begin(), steps.end(),
+                                  [&](const auto& step) { return step.serial == serial; });
+  return found != steps.end() ? &*found : nullptr;
+}
+}  // namespace
+
 bool Plan::Trace::repeats(const Trace& other) const {
   return depth == other.depth && high == other.high &&
          std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
                     [](const auto& a, const auto& b) { return a.block_bytes == b.block_bytes; });
-}
-
-Plan::Step* Plan::find(std::uint32_t serial) {
-  for (Step& step : steps_) {
-    if (step.serial == serial) {
-      return &step;
-    }
-  }
-  return nullptr;
-}
-
-const Plan::Step* Plan::find(std::uint32_t serial) const {
-  return const_cast<Plan*>(this)->find(serial);
 }
 
 // What came after the last trace the last time, else the newest; of this budget if there is one.
@@ -100,13 +96,13 @@ void Plan::follow(Step& step) {
 }
 
 void Plan::evicted(Place place) {
-  if (Step* step = find(place.step); step != nullptr) {
+  if (Step* step = step_of(steps_, place.step); step != nullptr) {
     step->seen.entries[place.index].evicted = true;
   }
 }
 
 void Plan::unpacked(Place place) {
-  Step* step = find(place.step);
+  Step* step = step_of(steps_, place.step);
   if (step == nullptr || step->seen.entries[place.index].used != 0) {
     return;  // asked for again: the first time is the one to be ready for
   }
@@ -119,7 +115,7 @@ void Plan::unpacked(Place place) {
 }
 
 void Plan::closed(Place place) {
-  Step* step = find(place.step);
+  Step* step = step_of(steps_, place.step);
   if (step != nullptr && --step->alive == 0 && step != now_) {
     end(step);
   }
@@ -172,7 +168,7 @@ void Plan::learn(Step& step) {
 
 // What the step's trace says of the record; null without one.
 const Plan::Entry* Plan::expected(Place place, const Step** step) const {
-  *step = find(place.step);
+  *step = step_of(steps_, place.step);
   if (*step == nullptr || (*step)->trace == nullptr ||
       place.index >= (*step)->trace->entries.size()) {
     return nullptr;

@@ -101,8 +101,6 @@ class Plan {
     Trace seen;                          // what it teaches
   };
 
-  Step* find(std::uint32_t serial);
-  const Step* find(std::uint32_t serial) const;
   const Entry* expected(Place place, const Step** step) const;
   std::shared_ptr<Trace> first_guess(std::uint32_t depth) const;
   bool over(const Step& step) const;
