@@ -40,6 +40,10 @@ struct Block {
   BlockState state = BlockState::hole;
   bool owned_by_torch = false;
   bool keep = false;  // the user asked to leave it on the GPU
+  // Of torch's own allocator (held_blocks.hpp): the storage we hold a reference to, and its size.
+  void* storage = nullptr;
+  const void* identity = nullptr;
+  Bytes storage_bytes = 0;
 
   Address end() const { return address + size; }
 

@@ -19,7 +19,7 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   record.order = ++order_;
   record.evictions = record.restores = 0;
   record.outdated = false;
-  record.copying = record.prefetched = record.asked = false;
+  record.copying = record.prefetched = record.asked = record.watched = false;
   record.block = block;
   record.begin = begin;
   record.end = end;

@@ -37,6 +37,7 @@ struct Record {
   bool copying = false;     // a thread waits for its copy without the lock: leave it alone
   bool outdated = false;    // its storage may have changed while `copying`: the copy is no good
   bool asked = false;       // backward has unpacked it
+  bool watched = false;     // Runtime looks whether torch still uses its block (held_blocks.hpp)
   bool prefetched = false;  // on the device ahead of need, and not yet asked for
   Block* block = nullptr;
   // The bytes of the storage that were saved, from its first byte; what travels.
@@ -55,6 +56,9 @@ struct Record {
   bool retained() const { return block != nullptr && block->state == BlockState::retained; }
   bool evictable() const { return retained() && !copying; }
   Bytes bytes() const { return end - begin; }
+  // The saved range comes back from its first unit on, into a block for just that.
+  Bytes returning_begin() const { return begin / kBlockUnit * kBlockUnit; }
+  Bytes returning_bytes() const { return round_up(end - returning_begin(), kBlockUnit); }
 };
 
 class Ledger {

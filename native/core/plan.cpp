@@ -130,6 +130,22 @@ void Plan::live(Bytes bytes) {
   since = std::max(since, bytes);
 }
 
+void Plan::requested(Bytes largest) {
+  if (now_ != nullptr) {
+    now_->seen.requests.resize(now_->seen.entries.size() + now_->seen.by_use.size() + 1, 0);
+    now_->seen.requests.back() = std::max(now_->seen.requests.back(), largest);
+  }
+}
+
+Bytes Plan::expected_request() const {
+  if (!follows()) {
+    return 0;
+  }
+  const std::size_t place = now_->seen.entries.size() + now_->seen.by_use.size();
+  const auto& requests = now_->trace->requests;
+  return place < requests.size() ? requests[place] : 0;
+}
+
 void Plan::end(Step* step) {
   if (!step->seen.by_use.empty()) {
     learn(*step);

@@ -46,6 +46,11 @@ class Plan {
   // So much is live now: torch's and backward's blocks.
   void live(Bytes bytes);
 
+  // The largest request since the last record was saved or asked for.
+  void requested(Bytes largest);
+  // What that will be when the next one is, by the trace; 0 where nobody knows.
+  Bytes expected_request() const;
+
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
   // Whether the step has followed a trace so far.
@@ -86,6 +91,7 @@ class Plan {
     std::vector<Entry> entries;
     std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
     std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
+    std::vector<Bytes> requests;        // the largest before the n-th record saved or asked for
 
     bool repeats(const Trace& other) const;
     // What left under its budget leaves under this one too.

@@ -10,13 +10,8 @@
 namespace stagehand::core {
 
 namespace {
-constexpr int kPrefetchReach = 64;  // records looked at beyond the one unpacked
-
-// The saved range comes back from its first unit on, into a block for just that.
-Bytes returning_begin(const Record& record) { return record.begin / kBlockUnit * kBlockUnit; }
-Bytes returning_bytes(const Record& record) {
-  return DeviceHeap::block_bytes(record.end - returning_begin(record));
-}
+constexpr std::size_t kPolled = 64;  // blocks asked at each unpack whether torch is done with them
+constexpr int kPrefetchReach = 64;   // records looked at beyond the one unpacked
 }  // namespace
 
 // Walk 1 ------------------------------------------------------------------------------------------
@@ -92,6 +87,10 @@ void Runtime::note_live() {
 // One of a block's owners is gone: torch, or an alias. With no owner it is retained while a record
 // needs it, and free otherwise.
 void Runtime::owner_left(Block* block) {
+  if (block->aliases == 0 && held_ != nullptr && block->record == nullptr) {
+    orphan(block);  // its record ended while a tensor was made over it
+    return;
+  }
   if (block->owned_by_torch || block->aliases > 0) {
     return;
   }
@@ -114,6 +113,15 @@ void Runtime::owner_left(Block* block) {
     }
   } else {
     counters_.vacate(block->size);
+    put_away(block);
+  }
+}
+
+// Nobody needs the block any more: it is free, behind the work that names it.
+void Runtime::put_away(Block* block) {
+  if (held_ != nullptr) {
+    let_go(block);
+  } else {
     heap_.give(block);
   }
 }
@@ -177,12 +185,17 @@ Saved Runtime::save(Address data, Address first, Address last) {
   if (block->keep) {
     return {Refusal::kept, {}, 0};
   }
+  // Parameters, buffers and inputs were there before the pool was entered (rule A2).
+  if (block->record == nullptr && block->serial <= pool_serial_) {
+    return {Refusal::older_than_pool, {}, 0};
+  }
+  return tag(block, data, first, last);
+}
+
+// A record for the block, or one more handle for the one it has.
+Saved Runtime::tag(Block* block, Address data, Address first, Address last) {
   Record* record = block->record;
   if (record == nullptr) {
-    // Parameters, buffers and inputs were there before the pool was entered (rule A2).
-    if (block->serial <= pool_serial_) {
-      return {Refusal::older_than_pool, {}, 0};
-    }
     record = ledger_.open(block, first - block->address, last - block->address);
     record->place = plan_.saved(block->size, Ledger::id_of(*record));
     if (record->place.step != step_) {
@@ -215,7 +228,8 @@ Saved Runtime::save(Address data, Address first, Address last) {
     Tick tick;
     block->arena->clock.record(&tick);
   }
-  return {Refusal::none, Ledger::id_of(*record), data - block->address + record->block_begin};
+  return {Refusal::none, Ledger::id_of(*record), data - block->address + record->block_begin,
+          false};
 }
 
 // The first record of a step was saved. What was learned of the room to leave is forgotten slowly.
@@ -227,12 +241,18 @@ void Runtime::begin_step(std::uint32_t step) {
 }
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
+  const Departing departing(*this);
   Lock lock(mutex_);
   Record* record = ledger_.find(id);
   if (record == nullptr) {
-    return {Status::stale, 0, nullptr};
+    return {Status::stale, 0, nullptr, nullptr, 0};
   }
   const driver::ContextGuard guard(table_, context_);
+  if (held_ != nullptr) {
+    refresh();
+    poll_owners(kPolled);
+    leave_later();
+  }
   if (counters_.evicted > 0) {
     Tick tick;
     clocks_.of(record->stream).record(&tick);  // a fine clock for restores, as in save
@@ -244,7 +264,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   Status status = Status::ok;
   if (!was_resident && !restore(lock, *record, &status)) {
     seal(lock);
-    return {status, 0, nullptr};
+    return {status, 0, nullptr, nullptr, 0};
   }
   Block* block = record->block;
   if (was_resident) {
@@ -266,23 +286,28 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
       --block->aliases;
       --counters_.aliases;
       owner_left(block);
-      return {Status::driver_failed, 0, nullptr};
+      return {Status::driver_failed, 0, nullptr, nullptr, 0};
     }
+  }
+  if (held_ != nullptr) {
+    block->owned_by_torch = true;  // as soon as the caller has made its tensor
+    watch(*record);
   }
   if (&clock != &block->arena->clock) {
     block->add_user(clock.index());
   }
-  prefetch(*record);
-  const Address address = block->address + offset - record->block_begin;
+  prefetch(lock, *record);
+  const Bytes inside = offset - record->block_begin;
+  const Unpacked found{Status::ok, block->address + inside, block, block->storage, inside};
   seal(lock);  // the alias holds the block meanwhile
-  return {Status::ok, address, block};
+  return found;
 }
 
 // A block that was acquired and is not used after all; work queued on its stream may name it.
 void Runtime::give_back(Block* block) {
   counters_.vacate(block->size);
   block->idle_from = block->arena->clock.upcoming();
-  heap_.give(block);
+  put_away(block);
 }
 
 // The record's copy in fills the block, or has: from here on the block is the record's.
@@ -328,7 +353,10 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
       *status = Status::corrupted;
       return false;
     }
-    Block* block = acquire(lock, returning_bytes(record), record.stream, 0, status);
+    Block* block = held_ != nullptr
+                       ? make_again(lock, record, status)
+                       : acquire(lock, DeviceHeap::block_bytes(record.returning_bytes()),
+                                 record.stream, 0, status);
     if (block == nullptr) {
       return record.block != nullptr;
     }
@@ -336,7 +364,7 @@ bool Runtime::restore(Lock& lock, Record& record, Status* status) {
       give_back(block);
       continue;
     }
-    record.block_begin = returning_begin(record);
+    record.block_begin = record.returning_begin();
     if (record.copy.slabs.front()->pageable) {
       *status = restore_pageable(lock, record, block);
     } else {
@@ -368,7 +396,7 @@ Record* Runtime::next_wanted(const Record& record) {
 // The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
 // also knows what the step needs for itself until the record is asked for: what was live then the
 // last time, and what is retained by then, must fit below the ceiling too.
-void Runtime::prefetch(Record& from) {
+void Runtime::prefetch(Lock& lock, Record& from) {
   if (!budget_.armed || counters_.evicted == 0) {
     return;
   }
@@ -381,13 +409,13 @@ void Runtime::prefetch(Record& from) {
   Record* record = next_wanted(from);
   for (int reach = 0; record != nullptr && reach < kPrefetchReach; ++reach) {
     Record& one = *record;
-    record = next_wanted(one);
     if (one.block != nullptr) {
       retained -= one.retained() ? one.block->size : 0;
     } else if (!one.copying && !one.copy.slabs.front()->pageable) {
-      const Bytes bytes = returning_bytes(one);
+      const Bytes bytes =
+          held_ != nullptr ? one.returning_bytes() : DeviceHeap::block_bytes(one.returning_bytes());
       if (!fits_under(counters_.occupied, bytes, room) ||
-          (planned && !fits_under(fullest, bytes, ceiling())) || !prefetch_one(one, bytes)) {
+          (planned && !fits_under(fullest, bytes, ceiling())) || !prefetch_one(lock, one, bytes)) {
         break;
       }
       fullest += bytes;
@@ -395,14 +423,18 @@ void Runtime::prefetch(Record& from) {
     if (planned) {
       fullest = std::max(fullest, retained + plan_.live_after(one.place));
     }
+    record = next_wanted(one);
   }
   flush_prefetch();
 }
 
 // Takes a block for the record and queues its copy; small ones wait for others like them.
-bool Runtime::prefetch_one(Record& record, Bytes bytes) {
+bool Runtime::prefetch_one(Lock& lock, Record& record, Bytes bytes) {
   if (mover_->in().full() || !intact(record)) {
     return false;
+  }
+  if (held_ != nullptr) {
+    return prefetch_held(lock, record, bytes);
   }
   const bool alone = bytes >= kSmallCopy || arrivals_.size() == kSmallTogether;
   if (alone && !flush_prefetch()) {
@@ -415,7 +447,7 @@ bool Runtime::prefetch_one(Record& record, Bytes bytes) {
   }
   block->serial = ++serial_;
   counters_.occupy(block->size);
-  record.block_begin = returning_begin(record);
+  record.block_begin = record.returning_begin();
   arrivals_.push_back({&record, block});
   return bytes < kSmallCopy || flush_prefetch();
 }
@@ -447,6 +479,7 @@ Bytes Runtime::bytes_of(RecordId id) {
 }
 
 void Runtime::drop_alias(Block* block) {
+  const Departing departing(*this);
   Lock lock(mutex_);
   SH_CHECK(block->aliases > 0);
   --block->aliases;
@@ -456,6 +489,7 @@ void Runtime::drop_alias(Block* block) {
 }
 
 void Runtime::drop_handle(RecordId id) {
+  const Departing departing(*this);
   Lock lock(mutex_);
   Record* record = ledger_.find(id);
   if (record == nullptr) {
@@ -484,7 +518,9 @@ void Runtime::end_record(Record& record) {
     if (block->state == BlockState::retained) {
       counters_.vacate(block->size);
       counters_.retained -= block->size;
-      heap_.give(block);
+      put_away(block);
+    } else if (held_ != nullptr && block->aliases == 0) {
+      orphan(block);
     }
   }
   disarm_if_idle();
@@ -500,6 +536,13 @@ void Runtime::release_copy(Record& record) {
 
 bool Runtime::keep(Address address) {
   Lock lock(mutex_);
+  if (held_ != nullptr) {
+    const bool known = cache_->owner_of(address).has_value();
+    if (known) {
+      cache_->keep(address);
+    }
+    return known;
+  }
   Block* block = heap_.find(address);
   if (block == nullptr || block->state != BlockState::live) {
     return false;

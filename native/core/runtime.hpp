@@ -6,14 +6,20 @@
 // (pinning, pageable copies, trimming) runs without it, and is counted in `host_waits`.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/budget.hpp"
+#include "core/cache_map.hpp"
 #include "core/counters.hpp"
 #include "core/device_heap.hpp"
+#include "core/held_blocks.hpp"
 #include "core/lane_limits.hpp"
 #include "core/ledger.hpp"
 #include "core/mover.hpp"
@@ -26,18 +32,29 @@
 namespace stagehand::core {
 
 // Why a saved tensor is not ours to keep; `none` where it is.
-enum class Refusal { none, foreign_storage, older_than_pool, kept, graph_capture, no_memory };
+enum class Refusal {
+  none,
+  foreign_storage,
+  older_than_pool,
+  kept,
+  graph_capture,
+  no_memory,
+  private_pool,
+};
 
 struct Saved {
   Refusal refusal = Refusal::none;
   RecordId record;
-  Bytes offset = 0;  // of the tensor's first element in its storage
+  Bytes offset = 0;             // of the tensor's first element in its storage
+  bool took_reference = false;  // to the storage; else the caller gives it up
 };
 
 struct Unpacked {
   Status status = Status::ok;
   Address address = 0;
-  Block* block = nullptr;  // give back with drop_alias
+  Block* block = nullptr;   // give back with drop_alias
+  void* storage = nullptr;  // of torch's, where its own allocator cuts the blocks
+  Bytes offset = 0;         // of the tensor's first element in it
 };
 
 struct DebugModes {
@@ -79,6 +96,25 @@ class Runtime {
   void drop_handle(RecordId record);
   // Leaves a block on the GPU. False: not ours.
   bool keep(Address address);
+
+  // Where torch's own caching allocator cuts the blocks (docs/decisions/0011-modes.md). Once,
+  // before anything is saved; both live as long as the process.
+  void use_torch(const TorchSide& side, CacheMap& cache);
+  bool uses_torch() const { return held_ != nullptr; }
+  // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
+  // element. With the GIL.
+  Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
+                  Address last);
+  // torch's cache found no free block on this thread and will grow next. True: something was given
+  // back. Under torch's mutex; never takes the GIL.
+  bool missed(driver::Stream stream);
+  // Gives up references that only a thread with the GIL may drop. With the GIL.
+  void drop_orphans();
+  // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.
+  Address segment(Bytes bytes, driver::Stream stream);
+  void free_segment(Address address);
+  // The MemPool that this thread allocates from between pool entry and exit; {0, 0} for none.
+  void set_torch_pool(std::array<std::uint64_t, 2> pool);
 
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
   // for the GPU where it must.
@@ -126,13 +162,15 @@ class Runtime {
   Block* acquire(Lock& lock, Bytes bytes, driver::Stream stream, std::uint64_t graph,
                  Status* status);
   bool restore(Lock& lock, Record& record, Status* status);
-  void prefetch(Record& from);
+  Saved tag(Block* block, Address data, Address first, Address last);
+  void prefetch(Lock& lock, Record& from);
   Record* next_wanted(const Record& record);
-  bool prefetch_one(Record& record, Bytes bytes);
+  bool prefetch_one(Lock& lock, Record& record, Bytes bytes);
   bool flush_prefetch();
   void arrive(Record& record, Block* block);
   Status bring_back(std::span<const Arrival> arrivals);
   void give_back(Block* block);
+  void put_away(Block* block);
   void owner_left(Block* block);
   void note_live();
   void begin_step(std::uint32_t step);
@@ -152,6 +190,8 @@ class Runtime {
   void look(const Arena& arena, bool with_victims);
   Block* take_idle_window(Arena& arena, Bytes bytes);
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
+  Evicted evict_window(const Window& window, bool squeeze, Bytes* missing);
+  bool helped(Lock& lock, Evicted result, Bytes missing, bool* squeeze);
   Record* last_needed(bool small_first);
   Evicted evict(Record& record, bool squeeze, Bytes* missing);
   bool copy_out(Record& record);
@@ -166,6 +206,30 @@ class Runtime {
   bool copy_out_pageable(Lock& lock);
   Status restore_pageable(Lock& lock, Record& record, Block* block);
   Bytes ceiling() const;
+  // runtime_held.cpp
+  // Made before the lock is taken: drops, after the lock, what was let go of on this thread.
+  class Departing {
+   public:
+    explicit Departing(Runtime& runtime) : runtime_(runtime) {}
+    ~Departing();
+    Departing(const Departing&) = delete;
+    Departing& operator=(const Departing&) = delete;
+
+   private:
+    Runtime& runtime_;
+  };
+  void refresh();
+  void let_go(Block* block);
+  void orphan(Block* block);
+  void watch(Record& record);
+  void poll_owners(std::size_t most);
+  Block* make_again(Lock& lock, Record& record, Status* status);
+  bool prefetch_held(Lock& lock, Record& record, Bytes bytes);
+  void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner);
+  void evict_down(Lock& lock);
+  void leave_later();
+  Bytes trim_torch();
+  Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp
   bool take_slabs(Record& record, bool squeeze, Bytes* missing);
   bool make_slabs(Lock& lock, Bytes wanted);
@@ -179,6 +243,7 @@ class Runtime {
   const int device_;
   const driver::Context context_;
   const Bytes device_bytes_;
+  const Bytes granularity_;
   RankedMutex mutex_{Rank::device};
   // All below: guarded by mutex_.
   ClockBank clocks_;
@@ -212,6 +277,19 @@ class Runtime {
   std::vector<Block*> candidate_blocks_;
   std::vector<Record*> leaving_;   // scratch of write_back
   std::vector<Arrival> arrivals_;  // scratch of prefetch
+  // Where torch's own allocator cuts the blocks; else null and unused.
+  std::unique_ptr<HeldBlocks> held_;
+  CacheMap* cache_ = nullptr;                 // has a lock of its own
+  std::deque<RecordId> watched_;              // whose blocks torch or backward may still reach
+  std::vector<void*> orphans_;                // storages to drop with the GIL
+  std::atomic<std::size_t> orphan_count_{0};  // of them
+  Counters segment_counters_;
+  std::unique_ptr<DeviceHeap> segments_;  // what MemPools are cut from
+  std::array<std::uint64_t, 2> torch_pool_{};
+  std::vector<std::array<std::uint64_t, 2>> torch_pools_;  // all there were
+  std::thread::id torch_pool_thread_;
+  Bytes live_retained_ = 0;                   // retained at the last refresh
+  std::vector<CacheMap::Stretch> stretches_;  // scratch of look_at_cache
 };
 
 }  // namespace stagehand::core

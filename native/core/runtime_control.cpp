@@ -54,6 +54,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
       device_(device),
       context_(context),
       device_bytes_(device_bytes),
+      granularity_(granularity),
       clocks_(table),
       heap_(table, device, device_bytes, granularity, clocks_, counters_),
       pinned_(counters_),
@@ -74,7 +75,13 @@ void Runtime::set_budget(const Budget& budget) {
     prefetch_reserve_ = std::min(prefetch_reserve_, budget_.low);
     pool_serial_ = serial_;
     target = ceiling();  // what the step is known to need again stays
-    if (counters_.mapped <= target || !heap_.has_free_piece()) {
+    if (held_ != nullptr) {
+      cache_->set_mark(budget.high);
+      refresh();
+      if (counters_.mapped <= target || cache_->releasable() == 0) {
+        return;
+      }
+    } else if (counters_.mapped <= target || !heap_.has_free_piece()) {
       return;
     }
   }
@@ -93,6 +100,9 @@ void Runtime::disarm_if_idle() {
   if (ledger_.size() == 0 && !pool_open_) {
     budget_.armed = false;
     budget_.limit = process_limit_;
+    if (cache_ != nullptr) {
+      cache_->set_mark(kUnlimited);
+    }
   }
 }
 
@@ -128,6 +138,9 @@ bool Runtime::wait_for_gpu(Lock& lock) {
 }
 
 Bytes Runtime::trim(Bytes target) {
+  if (held_ != nullptr) {
+    return trim_torch();
+  }
   Lock lock(mutex_);
   return wait_for_gpu(lock) ? heap_.trim(target) : 0;
 }
@@ -160,6 +173,7 @@ Counters Runtime::counters() {
   Lock lock(mutex_);
   const driver::ContextGuard guard(table_, context_);
   stalls_.collect();
+  refresh();
   return counters_;
 }
 
@@ -170,6 +184,10 @@ Budget Runtime::budget() {
 
 void Runtime::reset_peaks() {
   Lock lock(mutex_);
+  if (cache_ != nullptr) {
+    cache_->reset_peaks();
+  }
+  refresh();
   counters_.reset_peaks();
 }
 
@@ -212,8 +230,12 @@ std::string Runtime::report(Bytes bytes) {
 
 std::string Runtime::invariants_broken() {
   Lock lock(mutex_);
-  if (const char* broken = heap_.broken(); broken != nullptr) {
-    return broken;
+  const char* blocks = held_ != nullptr ? held_->broken() : heap_.broken();
+  if (blocks == nullptr && segments_ != nullptr) {
+    blocks = segments_->broken();
+  }
+  if (blocks != nullptr) {
+    return blocks;
   }
   if (const char* broken = pinned_.broken(); broken != nullptr) {
     return broken;

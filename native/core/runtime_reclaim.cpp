@@ -27,24 +27,10 @@ Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
     Block* block = room_without_evicting(arena, bytes);
     if (block == nullptr && arena.key.graph == 0) {
       Bytes missing = 0;
-      switch (evict_for(arena, bytes, squeeze, &missing)) {
-        case Evicted::yes:
-          pressed = true;
-          continue;
-        case Evicted::needs_slab:
-          if (make_slabs(lock, missing)) {
-            continue;
-          }
-          if (!squeeze) {
-            squeeze = true;
-            continue;
-          }
-          if (copy_out_pageable(lock)) {
-            continue;
-          }
-          break;
-        case Evicted::none:
-          break;
+      const Evicted result = evict_for(arena, bytes, squeeze, &missing);
+      pressed = pressed || result == Evicted::yes;
+      if (helped(lock, result, missing, &squeeze)) {
+        continue;
       }
     }
     if (block == nullptr && heap_.short_of_addresses(arena, bytes) && !waited) {
@@ -64,6 +50,22 @@ Block* Runtime::reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status) {
     }
     return block;
   }
+}
+
+// Whether to try again after an attempt to evict: it did, or there are slabs now, or a record was
+// copied to pageable memory instead.
+bool Runtime::helped(Lock& lock, Evicted result, Bytes missing, bool* squeeze) {
+  if (result != Evicted::needs_slab) {
+    return result == Evicted::yes;
+  }
+  if (make_slabs(lock, missing)) {
+    return true;
+  }
+  if (!*squeeze) {
+    *squeeze = true;
+    return true;
+  }
+  return copy_out_pageable(lock);
 }
 
 Block* Runtime::room_without_evicting(Arena& arena, Bytes bytes) {
@@ -131,6 +133,10 @@ Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Byt
     Record* last = last_needed(arena.key.small);
     return last != nullptr ? evict(*last, squeeze, missing) : Evicted::none;
   }
+  return evict_window(window, squeeze, missing);
+}
+
+Runtime::Evicted Runtime::evict_window(const Window& window, bool squeeze, Bytes* missing) {
   Evicted result = Evicted::none;
   for (std::size_t i = window.begin; i < window.end; ++i) {
     if (candidates_[i].kind != Candidate::Kind::victim) {
@@ -199,7 +205,7 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   counters_.vacate(block->size);
   counters_.retained -= block->size;
   counters_.evict(record.bytes());
-  heap_.give(block);
+  put_away(block);
   return Evicted::yes;
 }
 

@@ -9,6 +9,7 @@
 #include "entry/hooks.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_entry.hpp"
+#include "entry/torch_side.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -135,6 +136,23 @@ nb::tuple lane_limits(int device) {
                         limits.piece);
 }
 
+// From here on the device's saved tensors are torch's own storages.
+void enter_torch(int device) {
+  Registry& registry = Registry::get();
+  const core::TorchSide* side = registry.torch_side();
+  if (side == nullptr) {
+    throw std::runtime_error("stagehand_alloc: torch's allocator was not reached yet");
+  }
+  core::Runtime& runtime = opened(device);
+  if (!runtime.uses_torch()) {
+    runtime.use_torch(*side, registry.torch_cache(device));
+  }
+}
+
+void set_torch_pool(int device, std::uint64_t first, std::uint64_t second) {
+  opened(device).set_torch_pool({first, second});
+}
+
 void set_debug(bool evict_everything, bool poison, bool checksums) {
   Registry::get().each(
       [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison, checksums}); });
@@ -184,6 +202,10 @@ NB_MODULE(_native, module) {
   module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
              "rate_d2h"_a, "rate_h2d"_a, "piece"_a = core::LaneLimits{}.piece);
   module.def("lane_limits", &lane_limits, "device"_a);
+  module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
+  module.def("use_python_side", &use_python_side);
+  module.def("enter_torch", &enter_torch, "device"_a);
+  module.def("set_torch_pool", &set_torch_pool, "device"_a, "first"_a, "second"_a);
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
   module.def("keep", &keep, "device"_a, "address"_a);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 
+#include "entry/python_side.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
 
@@ -14,8 +15,9 @@ using core::Address;
 using core::Bytes;
 
 constexpr std::array<const char*, static_cast<std::size_t>(Reason::count)> kReasonNames = {
-    "leaf",  "view_of_leaf",    "subclass",        "layout", "neg_bit",
-    "empty", "foreign_storage", "older_than_pool", "kept",   "graph_capture"};
+    "leaf",    "view_of_leaf",  "subclass",        "layout",
+    "neg_bit", "empty",         "foreign_storage", "older_than_pool",
+    "kept",    "graph_capture", "private_pool"};
 
 Reason reason_of(core::Refusal refusal) {
   switch (refusal) {
@@ -25,6 +27,8 @@ Reason reason_of(core::Refusal refusal) {
       return Reason::kept;
     case core::Refusal::graph_capture:
       return Reason::graph_capture;
+    case core::Refusal::private_pool:
+      return Reason::private_pool;
     default:
       return Reason::foreign_storage;
   }
@@ -43,6 +47,35 @@ bool extent(const dlpack::Tensor& tensor, Address* first, Address* last) {
   *first = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
   *last = *first + (reach + 1) * item;
   return tensor.data != nullptr;
+}
+
+driver::Stream current_stream(const dlpack::Device& device) {
+  driver::Stream stream = nullptr;
+  if (device.type == dlpack::kCuda &&
+      TorchApi::get().exchange->current_work_stream(dlpack::kCuda, device.id, &stream) != 0) {
+    throw nb::python_error();
+  }
+  return stream;
+}
+
+// A tensor over a storage of torch's, exactly as the saved one was. Torch holds the storage from
+// then on, and the engine sees that by itself.
+nb::object make_view(const Handle& handle, const core::Unpacked& unpacked) {
+  const Geometry& g = handle.geometry;
+  const core::Bytes item = (core::Bytes{g.dtype.bits} * g.dtype.lanes + 7) / 8;
+  core::TensorPlace place;
+  place.offset = static_cast<std::int64_t>(unpacked.offset / item);
+  place.shape = g.shape();
+  place.strides = g.strides();
+  place.ndim = g.ndim;
+  place.dtype = handle.dtype;
+  auto* tensor =
+      static_cast<PyObject*>(Registry::get().torch_side()->wrap(unpacked.storage, &place));
+  handle.runtime->drop_alias(unpacked.block);
+  if (tensor == nullptr) {
+    throw nb::python_error();
+  }
+  return nb::steal(tensor);
 }
 
 // An alias: what torch's deleter gives back.
@@ -113,6 +146,7 @@ Handle::Handle(Handle&& other) noexcept
     : runtime(other.runtime),
       record(other.record),
       offset(other.offset),
+      dtype(other.dtype),
       geometry(std::move(other.geometry)),
       probe(std::move(other.probe)),
       version(other.version) {
@@ -123,6 +157,7 @@ Handle::~Handle() {
   if (runtime != nullptr && !Registry::get().forked()) {
     const RelaxedCapture relaxed;
     runtime->drop_handle(record);
+    runtime->drop_orphans();
   }
 }
 
@@ -186,7 +221,8 @@ Handle Hooks::pack(nb::handle tensor) {
   handle.probe = torch.version_probe(object);
   handle.version = torch.version_of(object);
   const RelaxedCapture relaxed;
-  const core::Saved saved = runtime->save(first, first, last);
+  const core::Saved saved = runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last)
+                                                  : runtime->save(first, first, last);
   if (saved.refusal != core::Refusal::none) {
     return pass(tensor, reason_of(saved.refusal), leaf);
   }
@@ -194,6 +230,37 @@ Handle Hooks::pack(nb::handle tensor) {
   handle.record = saved.record;
   handle.offset = saved.offset;
   return handle;
+}
+
+// The same where torch's own allocator cuts the blocks: the record is over a reference to the
+// storage, which is given up at once where there is one already, or the storage is not for us.
+core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
+                             Address first, Address last) const {
+  const core::TorchSide& side = *Registry::get().torch_side();
+  core::HeldStorage held;
+  const core::Hold result = side.hold(tensor.ptr(), &held, &handle.dtype);
+  if (result != core::Hold::held) {
+    return {result == core::Hold::capturing ? core::Refusal::graph_capture
+                                            : core::Refusal::foreign_storage,
+            {},
+            0,
+            false};
+  }
+  if (side.triggers == 0) {
+    note_usage(device_, last - first);
+  }
+  core::Saved saved;
+  try {
+    saved = runtime.save_held(held, current_stream(handle.geometry.device), first, first, last);
+  } catch (...) {
+    side.drop(held.storage);
+    throw;
+  }
+  if (!saved.took_reference) {
+    side.drop(held.storage);
+  }
+  runtime.drop_orphans();
+  return saved;
 }
 
 void Hooks::raise_modified(const Handle& handle, long version) const {
@@ -242,15 +309,15 @@ nb::object Hooks::unpack(const Handle& handle) {
         "tensors.\n"
         "Run backward in the process that ran forward.");
   }
-  driver::Stream consumer = nullptr;
-  if (handle.geometry.device.type == dlpack::kCuda &&
-      torch.exchange->current_work_stream(dlpack::kCuda, handle.geometry.device.id, &consumer) !=
-          0) {
-    throw nb::python_error();
-  }
+  const driver::Stream consumer = current_stream(handle.geometry.device);
   const RelaxedCapture relaxed;
   core::Unpacked unpacked;
-  if (handle.runtime->resident(handle.record)) {
+  const core::TorchSide* side = Registry::get().torch_side();
+  if (side != nullptr && side->triggers == 0) {
+    note_usage(device_, handle.runtime->bytes_of(handle.record));
+  }
+  // What stands in for the trigger library is Python.
+  if (handle.runtime->resident(handle.record) || (side != nullptr && side->triggers == 0)) {
     unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
   } else {
     const nb::gil_scoped_release unlocked;  // making room may wait
@@ -259,7 +326,9 @@ nb::object Hooks::unpack(const Handle& handle) {
   if (unpacked.status != core::Status::ok) {
     raise_failed(handle, unpacked.status);
   }
-  return torch.with_version_of(handle.probe.ptr(), make_alias(handle, unpacked));
+  return torch.with_version_of(handle.probe.ptr(), unpacked.storage != nullptr
+                                                       ? make_view(handle, unpacked)
+                                                       : make_alias(handle, unpacked));
 }
 
 nb::dict Hooks::passed_through() const {

@@ -25,6 +25,7 @@ enum class Reason : std::uint8_t {
   older_than_pool,
   kept,
   graph_capture,
+  private_pool,
   count
 };
 
@@ -57,6 +58,7 @@ class Handle {
   core::Runtime* runtime = nullptr;  // null: passed through
   core::RecordId record;
   core::Bytes offset = 0;
+  std::int32_t dtype = 0;  // torch's, where its own allocator cuts the blocks
   Geometry geometry;
   nb::object probe;  // version probe; where passed through, the tensor itself without its graph
   long version = 0;
@@ -76,6 +78,8 @@ class Hooks {
 
  private:
   Handle pass(nb::handle tensor, Reason reason, bool as_it_is);
+  core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
+                        core::Address first, core::Address last) const;
   [[noreturn]] void raise_modified(const Handle& handle, long version) const;
   [[noreturn]] static void raise_failed(const Handle& handle, core::Status status);
 

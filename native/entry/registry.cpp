@@ -115,6 +115,12 @@ Registry::Graph* Registry::find_graph(int device, GraphPoolId id) {
   return nullptr;
 }
 
+// From here on every call may meet a capture.
+void Registry::set_torch_side(const core::TorchSide* side) {
+  open_graphs_.fetch_add(1, std::memory_order_relaxed);
+  torch_side_.store(side, std::memory_order_release);
+}
+
 void Registry::begin_graph(int device, GraphPoolId id, StreamFilter filter) {
   core::Lock lock(mutex_);
   Graph* graph = find_graph(device, id);

@@ -61,7 +61,14 @@ class Registry {
   void release_graph(int device, GraphPoolId id);
   // 0, or the graph that serves this request. One relaxed load when nothing is captured.
   std::uint64_t graph_of(int device, driver::Stream stream);
+  // Whether a capture may be under way. torch's own allocator does not tell of captures.
   bool capturing() const { return open_graphs_.load(std::memory_order_relaxed) > 0; }
+
+  // Where torch's own caching allocator cuts the blocks: how it is reached, set once, and what its
+  // cache holds, by device. Null: the process allocator only.
+  const core::TorchSide* torch_side() const { return torch_side_.load(std::memory_order_acquire); }
+  void set_torch_side(const core::TorchSide* side);
+  core::CacheMap& torch_cache(int device) { return torch_caches_[device]; }
 
  private:
   struct Graph {
@@ -82,6 +89,8 @@ class Registry {
   std::atomic<core::Runtime*> runtimes_[kMaxDevices]{};
   std::atomic<bool> forked_{false};
   std::atomic<int> open_graphs_{0};
+  std::atomic<const core::TorchSide*> torch_side_{nullptr};
+  core::CacheMap torch_caches_[kMaxDevices];
   std::vector<Graph> graphs_;     // guarded by mutex_
   std::uint64_t last_graph_ = 0;  // guarded by mutex_
   PinnedSettings pinned_;         // guarded by mutex_

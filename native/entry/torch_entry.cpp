@@ -81,6 +81,31 @@ void* base_allocation(void* pointer, std::size_t* size) noexcept {
   return found;
 }
 
+// A MemPool's segments. Null is torch.OutOfMemoryError here; torch holds its mutex around both.
+void* segment_alloc(std::ptrdiff_t size, int device, driver::Stream stream) noexcept {
+  Runtime* runtime = Registry::get().find(device);
+  if (size <= 0 || runtime == nullptr || Registry::get().forked()) {
+    return nullptr;
+  }
+  try {
+    const RelaxedCapture relaxed;
+    return reinterpret_cast<void*>(runtime->segment(static_cast<Bytes>(size), stream));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void segment_free(void* pointer, std::size_t, int device, driver::Stream) noexcept {
+  Runtime* runtime = Registry::get().find(device);
+  if (pointer != nullptr && runtime != nullptr && !Registry::get().forked()) {
+    try {
+      const RelaxedCapture relaxed;
+      runtime->free_segment(reinterpret_cast<Address>(pointer));
+    } catch (const std::exception&) {
+    }
+  }
+}
+
 void init(int) noexcept {}  // devices open at their first allocation
 
 void empty_cache() noexcept {
@@ -117,6 +142,8 @@ std::vector<std::pair<std::string, std::uintptr_t>> entry_points() {
   return {
       {"alloc", address_of(&alloc)},
       {"free", address_of(&free)},
+      {"segment_alloc", address_of(&segment_alloc)},
+      {"segment_free", address_of(&segment_free)},
       {"init", address_of(&init)},
       {"record_stream", address_of(&record_stream)},
       {"empty_cache", address_of(&empty_cache)},

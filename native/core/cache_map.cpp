@@ -1,0 +1,338 @@
+#include "core/cache_map.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace stagehand::core {
+
+namespace {
+constexpr Bytes kSmallBuffer = 2_MiB;
+constexpr Bytes kLargeBuffer = 20_MiB;
+constexpr Bytes kMinLargeAlloc = 10_MiB;
+constexpr Bytes kRoundLarge = 2_MiB;
+}  // namespace
+
+Bytes CacheMap::segment_for(Bytes request) {
+  if (request <= kSmallLimit) {
+    return kSmallBuffer;
+  }
+  return request < kMinLargeAlloc ? kLargeBuffer : round_up(request, kRoundLarge);
+}
+
+void CacheMap::apply(const CacheEvent& event) {
+  const Lock lock(mutex_);
+  if (waiting_) {
+    queue_.push_back(event);
+  } else {
+    do_apply(event);
+  }
+}
+
+void CacheMap::snapshot() {
+  const Lock lock(mutex_);
+  waiting_ = true;
+  queue_.clear();
+  segments_.clear();
+  lives_.clear();
+  holes_.clear();
+  releasable_ = 0;
+  usage_.reserved = usage_.allocated = 0;
+}
+
+void CacheMap::known(const CacheEvent& event) {
+  const Lock lock(mutex_);
+  do_apply(event);
+}
+
+void CacheMap::told() {
+  const Lock lock(mutex_);
+  waiting_ = false;
+  for (const CacheEvent& event : queue_) {
+    do_apply(event);
+  }
+  queue_.clear();
+  largest_request_ = 0;
+}
+
+void CacheMap::do_apply(const CacheEvent& event) {
+  switch (event.kind) {
+    case CacheEvent::alloc:
+      return allocate(event);
+    case CacheEvent::freed:
+      return free(event);
+    case CacheEvent::segment:
+    case CacheEvent::mapped:
+      return add_segment(event);
+    case CacheEvent::segment_gone:
+    case CacheEvent::unmapped:
+      return remove_range(event);
+  }
+}
+
+CacheMap::Segments::iterator CacheMap::segment_of(Address address) {
+  auto after = segments_.upper_bound(address);
+  if (after == segments_.begin()) {
+    return segments_.end();
+  }
+  --after;
+  return address - after->first < after->second.bytes ? after : segments_.end();
+}
+
+void CacheMap::add_hole(const Segment& segment, Bytes bytes) {
+  if (bytes > 0 && !segment.small) {
+    holes_[segment.owner.stream].insert(bytes);
+  }
+}
+
+void CacheMap::remove_hole(const Segment& segment, Bytes bytes) {
+  if (bytes > 0 && !segment.small) {
+    auto& sizes = holes_[segment.owner.stream];
+    if (const auto found = sizes.find(bytes); found != sizes.end()) {
+      sizes.erase(found);
+    }
+  }
+}
+
+void CacheMap::hole_around(const Segment& segment, Address base, Lives::iterator after,
+                           Address* begin, Address* end) {
+  *begin = base;
+  *end = base + segment.bytes;
+  if (after != lives_.end() && after->first < *end) {
+    *end = after->first;
+  }
+  if (after != lives_.begin()) {
+    const auto before = std::prev(after);
+    *begin = std::max(*begin, before->first + before->second);
+  }
+}
+
+void CacheMap::note_reserved(Bytes before) {
+  usage_.reserved_peak = std::max(usage_.reserved_peak, usage_.reserved);
+  if (usage_.reserved > mark_) {
+    usage_.over_mark += usage_.reserved - std::max(mark_, before);
+  }
+}
+
+void CacheMap::add_segment(const CacheEvent& event) {
+  const Bytes before = usage_.reserved;
+  usage_.reserved += event.bytes;
+  note_reserved(before);
+  if (event.kind == CacheEvent::mapped) {
+    const auto joined = event.address > 0 ? segment_of(event.address - 1) : segments_.end();
+    if (joined != segments_.end() && joined->second.expandable) {
+      Address begin = 0;
+      Address end = 0;
+      hole_around(joined->second, joined->first, lives_.lower_bound(event.address), &begin, &end);
+      remove_hole(joined->second, end - std::min(begin, end));
+      joined->second.bytes += event.bytes;
+      add_hole(joined->second, end + event.bytes - std::min(begin, end));
+      releasable_ += event.bytes;
+      return;
+    }
+  }
+  Segment segment;
+  segment.bytes = event.bytes;
+  segment.owner = {event.stream, {event.pool[0], event.pool[1]}};
+  segment.expandable = event.kind == CacheEvent::mapped;
+  segment.small = event.bytes <= kSmallBuffer && !segment.expandable;
+  segments_[event.address] = segment;
+  add_hole(segment, segment.bytes);
+  releasable_ += segment.bytes;
+}
+
+// Only free memory goes back, but of an expandable segment it may be a part.
+void CacheMap::remove_range(const CacheEvent& event) {
+  const auto found = segment_of(event.address);
+  if (found == segments_.end()) {
+    return;
+  }
+  usage_.reserved -= std::min(usage_.reserved, event.bytes);
+  releasable_ -= std::min(releasable_, event.bytes);
+  const Address base = found->first;
+  const Segment segment = found->second;
+  Address begin = 0;
+  Address end = 0;
+  hole_around(segment, base, lives_.lower_bound(event.address), &begin, &end);
+  remove_hole(segment, end - std::min(begin, end));
+  segments_.erase(found);
+  const Address gone_end = event.address + event.bytes;
+  Segment left = segment;
+  left.bytes = event.address - base;
+  Segment right = segment;
+  right.bytes = base + segment.bytes - std::min(gone_end, base + segment.bytes);
+  left.live = right.live = 0;
+  for (auto live = lives_.lower_bound(base);
+       live != lives_.end() && live->first < base + segment.bytes; ++live) {
+    (live->first < event.address ? left : right).live += live->second;
+  }
+  if (left.bytes > 0) {
+    segments_[base] = left;
+    add_hole(left, event.address - std::min(begin, event.address));
+  }
+  if (right.bytes > 0) {
+    segments_[gone_end] = right;
+    add_hole(right, end - std::min(gone_end, end));
+  }
+}
+
+void CacheMap::allocate(const CacheEvent& event) {
+  const Bytes bytes = round_up(event.bytes, kBlockUnit);
+  usage_.allocated += bytes;
+  usage_.allocated_peak = std::max(usage_.allocated_peak, usage_.allocated);
+  peak_since_ = std::max(peak_since_, usage_.allocated);
+  largest_request_ = std::max(largest_request_, bytes);
+  const auto found = segment_of(event.address);
+  if (found == segments_.end()) {
+    return;
+  }
+  Segment& segment = found->second;
+  if (segment.live == 0 && !segment.expandable) {
+    releasable_ -= std::min(releasable_, segment.bytes);
+  } else if (segment.expandable) {
+    releasable_ -= std::min(releasable_, bytes);
+  }
+  segment.live += bytes;
+  if (segment.small) {
+    return;
+  }
+  Address begin = 0;
+  Address end = 0;
+  const auto after = lives_.lower_bound(event.address);
+  hole_around(segment, found->first, after, &begin, &end);
+  remove_hole(segment, end - std::min(begin, end));
+  lives_.emplace_hint(after, event.address, bytes);
+  add_hole(segment, event.address - std::min(begin, event.address));
+  add_hole(segment, end - std::min(event.address + bytes, end));
+}
+
+void CacheMap::free(const CacheEvent& event) {
+  Bytes bytes = round_up(event.bytes, kBlockUnit);
+  if (!kept_.empty()) {
+    kept_.erase(event.address);
+  }
+  const auto found = segment_of(event.address);
+  if (found != segments_.end() && !found->second.small) {
+    const auto live = lives_.find(event.address);
+    if (live == lives_.end()) {
+      return;  // allocated before anything was known
+    }
+    bytes = live->second;
+    Address begin = 0;
+    Address end = 0;
+    const auto after = lives_.erase(live);
+    hole_around(found->second, found->first, after, &begin, &end);
+    remove_hole(found->second, event.address - std::min(begin, event.address));
+    remove_hole(found->second, end - std::min(event.address + bytes, end));
+    add_hole(found->second, end - std::min(begin, end));
+  }
+  usage_.allocated -= std::min(usage_.allocated, bytes);
+  if (found == segments_.end()) {
+    return;
+  }
+  Segment& segment = found->second;
+  segment.live -= std::min(segment.live, bytes);
+  if (segment.expandable) {
+    releasable_ += bytes;
+  } else if (segment.live == 0) {
+    releasable_ += segment.bytes;
+  }
+}
+
+CacheMap::Usage CacheMap::usage() {
+  const Lock lock(mutex_);
+  return usage_;
+}
+
+void CacheMap::set_usage(Bytes reserved, Bytes allocated) {
+  const Lock lock(mutex_);
+  const Bytes before = usage_.reserved;
+  usage_.reserved = reserved;
+  usage_.allocated = allocated;
+  usage_.allocated_peak = std::max(usage_.allocated_peak, allocated);
+  peak_since_ = std::max(peak_since_, allocated);
+  if (reserved > before) {
+    note_reserved(before);
+  }
+}
+
+void CacheMap::reset_peaks() {
+  const Lock lock(mutex_);
+  usage_.reserved_peak = usage_.reserved;
+  usage_.allocated_peak = usage_.allocated;
+}
+
+void CacheMap::set_mark(Bytes bytes) {
+  const Lock lock(mutex_);
+  mark_ = bytes;
+}
+
+Bytes CacheMap::take_largest_request() {
+  const Lock lock(mutex_);
+  return std::exchange(largest_request_, 0);
+}
+
+Bytes CacheMap::take_allocated_peak() {
+  const Lock lock(mutex_);
+  return std::exchange(peak_since_, usage_.allocated);
+}
+
+void CacheMap::keep(Address address) {
+  const Lock lock(mutex_);
+  kept_.insert(address);
+}
+
+bool CacheMap::kept(Address address) {
+  const Lock lock(mutex_);
+  return kept_.contains(address);
+}
+
+std::optional<CacheMap::Owner> CacheMap::owner_of(Address address) {
+  const Lock lock(mutex_);
+  const auto found = segment_of(address);
+  return found != segments_.end() ? std::optional(found->second.owner) : std::nullopt;
+}
+
+Bytes CacheMap::largest_hole(driver::Stream stream) {
+  const Lock lock(mutex_);
+  const auto found = holes_.find(stream);
+  return found != holes_.end() && !found->second.empty() ? *found->second.rbegin() : 0;
+}
+
+Bytes CacheMap::largest_hole() {
+  const Lock lock(mutex_);
+  Bytes largest = 0;
+  for (const auto& [stream, sizes] : holes_) {
+    largest = std::max(largest, sizes.empty() ? 0 : *sizes.rbegin());
+  }
+  return largest;
+}
+
+Bytes CacheMap::releasable() {
+  const Lock lock(mutex_);
+  return releasable_;
+}
+
+void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
+  const Lock lock(mutex_);
+  stretches->clear();
+  for (const auto& [base, segment] : segments_) {
+    if (segment.small) {
+      continue;
+    }
+    Address at = base;
+    const Address end = base + segment.bytes;
+    const bool mine = segment.owner == owner;
+    for (auto live = lives_.lower_bound(base); live != lives_.end() && live->first < end; ++live) {
+      if (live->first > at) {
+        stretches->push_back({at, live->first - at, true, at == base, mine});
+      }
+      stretches->push_back({live->first, live->second, false, live->first == base, mine});
+      at = live->first + live->second;
+    }
+    if (at < end) {
+      stretches->push_back({at, end - at, true, at == base, mine});
+    }
+  }
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,116 @@
+// What torch's caching allocator holds on one device, followed event by event: how much, where the
+// holes are, and which stream a block belongs to. It decides nothing.
+//
+// Has a lock of its own, the innermost: events come under torch's mutex at every allocation, and
+// must not wait for the device's lock. Addresses of freed memory may be in use again by the time an
+// answer is read; answers guide choices, and nothing is accessed by them.
+#pragma once
+
+#include <array>
+#include <map>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "core/ranked_mutex.hpp"
+#include "core/torch_side.hpp"
+
+namespace stagehand::core {
+
+class CacheMap {
+ public:
+  struct Owner {  // of a block
+    driver::Stream stream = nullptr;
+    std::array<std::uint64_t, 2> pool{};  // torch's MempoolId_t; {0, 0} is the default pool
+
+    bool operator==(const Owner&) const = default;
+  };
+  struct Usage {
+    Bytes reserved = 0;   // what the driver sees
+    Bytes allocated = 0;  // in blocks that torch has handed out
+    Bytes reserved_peak = 0;
+    Bytes allocated_peak = 0;
+    Bytes over_mark = 0;  // bytes of segments asked for above the mark, since the start
+  };
+  // A stretch of a segment of large blocks, in address order: one block, or a hole.
+  struct Stretch {
+    Address address = 0;
+    Bytes bytes = 0;
+    bool hole = false;
+    bool begins_segment = false;
+    bool of_owner = false;  // of the owner asked for
+  };
+
+  void apply(const CacheEvent& event);
+  // What comes by `known` was there before all events since `snapshot`, which wait for `told`.
+  void snapshot();
+  void known(const CacheEvent& event);
+  void told();
+
+  Usage usage();
+  // Where no events tell.
+  void set_usage(Bytes reserved, Bytes allocated);
+  void reset_peaks();
+  // Growth above `bytes` counts as over the mark; kUnlimited counts none.
+  void set_mark(Bytes bytes);
+  // The largest request since the last call.
+  Bytes take_largest_request();
+  // The most that was allocated since the last call.
+  Bytes take_allocated_peak();
+  // The block at the address is to be left alone until torch frees it.
+  void keep(Address address);
+  bool kept(Address address);
+  // Of the segment that has the address; nothing where no segment has it.
+  std::optional<Owner> owner_of(Address address);
+  // The largest hole of a segment for large blocks: of one stream, or of any.
+  Bytes largest_hole(driver::Stream stream);
+  Bytes largest_hole();
+  // Bytes in segments that are wholly free: what release_cached gives back.
+  Bytes releasable();
+  // All segments for large blocks, walked.
+  void walk(const Owner& owner, std::vector<Stretch>* stretches);
+
+  // The growth of the cache for a request that no hole serves (c10's kSmallBuffer, kLargeBuffer,
+  // kMinLargeAlloc, kRoundLarge).
+  static Bytes segment_for(Bytes request);
+
+ private:
+  struct Segment {
+    Bytes bytes = 0;
+    Owner owner;
+    bool small = false;
+    bool expandable = false;
+    Bytes live = 0;
+  };
+  using Segments = std::map<Address, Segment>;
+  using Lives = std::map<Address, Bytes>;
+
+  void do_apply(const CacheEvent& event);
+  void add_segment(const CacheEvent& event);
+  void remove_range(const CacheEvent& event);
+  void allocate(const CacheEvent& event);
+  void free(const CacheEvent& event);
+  Segments::iterator segment_of(Address address);
+  // The hole between the blocks around `address`, where none is at it.
+  void hole_around(const Segment& segment, Address base, Lives::iterator after, Address* begin,
+                   Address* end);
+  void add_hole(const Segment& segment, Bytes bytes);
+  void remove_hole(const Segment& segment, Bytes bytes);
+  void note_reserved(Bytes before);
+
+  RankedMutex mutex_{Rank::cache};
+  // All below: guarded by mutex_.
+  Segments segments_;
+  Lives lives_;  // large blocks only
+  std::set<Address> kept_;
+  std::map<driver::Stream, std::multiset<Bytes>> holes_;
+  Usage usage_;
+  Bytes mark_ = kUnlimited;
+  Bytes largest_request_ = 0;
+  Bytes peak_since_ = 0;
+  Bytes releasable_ = 0;
+  bool waiting_ = false;  // for `told`
+  std::vector<CacheEvent> queue_;
+};
+
+}  // namespace stagehand::core

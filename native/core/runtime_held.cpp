@@ -1,0 +1,455 @@
+// Where torch's own caching allocator cuts the blocks (modes "native" and "mempool"): how a saved
+// storage is let go of and made again. Everything else is the same engine.
+//
+// Locks: the GIL, torch's mutex, ours. So torch is asked for memory, and given it, without our
+// lock: what is let go of waits in `t_departing` until the outermost call on this thread is done
+// with it.
+#include <algorithm>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/runtime.hpp"
+
+namespace stagehand::core {
+
+namespace {
+
+constexpr std::size_t kPolledAtSave = 64;  // the newest are what a layer has just let go of
+// Room for segments of small requests, which nothing predicts: two of torch's 2 MiB and one of its
+// 20 MiB segments.
+constexpr Bytes kSmallSegments = 24_MiB;
+
+struct Departed {
+  void* storage;
+  Address address;
+};
+thread_local std::vector<Departed> t_departing;
+thread_local bool t_release = false;  // torch's free segments go back to the driver after that
+
+}  // namespace
+
+// Only storages that nobody else refers to are among them, so no GIL is needed.
+Runtime::Departing::~Departing() {
+  if (runtime_.held_ == nullptr) {
+    return;
+  }
+  const TorchSide& side = runtime_.held_->side();
+  while (!t_departing.empty()) {
+    void* storage = t_departing.back().storage;
+    t_departing.pop_back();
+    side.drop(storage);
+  }
+  if (std::exchange(t_release, false)) {
+    side.release_cached();
+  }
+}
+
+void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
+  Lock lock(mutex_);
+  if (held_ == nullptr) {
+    cache_ = &cache;
+    held_ = std::make_unique<HeldBlocks>(side, clocks_);
+    clocks_.capture(1);  // nobody tells of torch's captures: ask each stream before an event
+  }
+}
+
+// What torch's cache says of itself goes into the books. Nothing to do where it is not used.
+void Runtime::refresh() {
+  if (held_ == nullptr) {
+    return;
+  }
+  const CacheMap::Usage usage = cache_->usage();
+  // Segments of ours that torch has given back and we keep are mapped too.
+  const Bytes spare = segment_counters_.mapped - segment_counters_.occupied;
+  counters_.mapped = usage.reserved + spare;
+  counters_.mapped_peak =
+      std::max({counters_.mapped_peak, counters_.mapped, usage.reserved_peak + spare});
+  counters_.occupied = std::max(usage.allocated, counters_.retained);
+  counters_.occupied_peak = std::max(counters_.occupied_peak, usage.allocated_peak);
+  counters_.overshoot_bytes = usage.over_mark;
+  if (budget_.armed) {
+    // The peak was between the last look and this one; what was retained then was not less than
+    // the lesser of the two, nor more than the greater, which is what keeps this from overstating.
+    const Bytes peak = cache_->take_allocated_peak();
+    const Bytes live = peak - std::min(peak, std::max(live_retained_, counters_.retained));
+    counters_.live_peak = std::max(counters_.live_peak, live);
+    plan_.live(live);
+    if (counters_.mapped > budget_.high && live > counters_.overshoot_live) {
+      counters_.overshoot_live = live;
+      counters_.overshoot_saved = saved_in_use();
+    }
+  }
+  live_retained_ = counters_.retained;
+}
+
+// Torch's free list has the block once the caller of the outermost function is done.
+void Runtime::let_go(Block* block) {
+  const Address address = block->address;
+  if (void* storage = held_->let_go(block); storage != nullptr) {
+    t_departing.push_back({storage, address});
+  }
+}
+
+// The same for a block that torch still uses. Ours may be the last reference by the time it is
+// dropped, or the last but a Python object's: for a thread that has the GIL.
+void Runtime::orphan(Block* block) {
+  if (void* storage = held_->let_go(block); storage != nullptr) {
+    orphans_.push_back(storage);
+    orphan_count_.store(orphans_.size(), std::memory_order_relaxed);
+  }
+}
+
+void Runtime::drop_orphans() {
+  if (orphan_count_.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  std::vector<void*> orphans;
+  {
+    Lock lock(mutex_);
+    orphans.swap(orphans_);
+    orphan_count_.store(0, std::memory_order_relaxed);
+  }
+  for (void* storage : orphans) {
+    held_->side().drop(storage);
+  }
+}
+
+// Owners
+// -------------------------------------------------------------------------------------------
+
+void Runtime::watch(Record& record) {
+  if (!record.watched) {
+    record.watched = true;
+    watched_.push_back(Ledger::id_of(record));
+  }
+}
+
+// Nobody tells when torch drops a storage that we hold too: the reference count does. Looks at the
+// newest `most` of those it had not dropped yet.
+void Runtime::poll_owners(std::size_t most) {
+  for (std::size_t i = watched_.size(); i-- > 0 && most > 0; --most) {
+    Record* record = ledger_.find(watched_[i]);
+    Block* block = record != nullptr ? record->block : nullptr;
+    if (block != nullptr && block->state == BlockState::live) {
+      if (block->aliases > 0 || !held_->alone(*block)) {
+        continue;
+      }
+      block->owned_by_torch = false;
+      owner_left(block);
+    }
+    if (record != nullptr) {
+      record->watched = false;
+    }
+    watched_.erase(watched_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
+                         Address first, Address last) {
+  const Departing departing(*this);
+  Lock lock(mutex_);
+  const driver::ContextGuard guard(table_, context_);
+  refresh();
+  plan_.requested(cache_->take_largest_request());
+  if (first < held.address || last > held.address + held.bytes) {
+    return {Refusal::foreign_storage, {}, 0};
+  }
+  if (cache_->kept(held.address)) {
+    return {Refusal::kept, {}, 0};
+  }
+  Block* block = held_->find(held.identity);
+  const bool fresh = block == nullptr;
+  if (fresh) {
+    CacheMap::Owner owner{stream, {}};
+    if (held_->side().triggers != 0) {
+      const auto known = cache_->owner_of(held.address);
+      if (!known.has_value()) {
+        return {Refusal::foreign_storage, {}, 0};
+      }
+      owner = *known;
+    }
+    // A pool of the user's has a purpose we do not know: a CUDA graph's, or registered with NCCL.
+    if (owner.pool != CacheMap::Owner{}.pool &&
+        std::find(torch_pools_.begin(), torch_pools_.end(), owner.pool) == torch_pools_.end()) {
+      return {Refusal::private_pool, {}, 0};
+    }
+    HeldStorage placed = held;
+    placed.stream = owner.stream;
+    block = held_->adopt(placed);
+    block->serial = ++serial_;
+  } else if (block->state == BlockState::retained) {
+    block->arena->set_state(block, BlockState::live);
+    counters_.release_retained(block->size);
+  }
+  block->owned_by_torch = true;
+  Saved saved = tag(block, data, first, last);
+  saved.took_reference = fresh;
+  if (const StreamClock& clock = clocks_.of(stream); &clock != &block->arena->clock) {
+    block->add_user(clock.index());
+  }
+  watch(*block->record);
+  poll_owners(kPolledAtSave);
+  leave_later();
+  if (debug_.evict_everything) {
+    evict_all(lock);
+  }
+  seal(lock);
+  return saved;
+}
+
+// Making again
+// -------------------------------------------------------------------------------------
+
+Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
+  HeldStorage held;
+  const Bytes bytes = record.returning_bytes();
+  const driver::Stream stream = record.stream;
+  lock.unlock();
+  const bool made = held_->side().make(device_, bytes, stream, false, &held);
+  lock.lock();
+  if (!made) {
+    ++counters_.out_of_memory;
+    *status = Status::out_of_memory;
+    return nullptr;
+  }
+  refresh();
+  Block* block = held_->adopt(held);
+  block->serial = ++serial_;
+  return block;
+}
+
+// Only into a hole that is there, or below the ceiling; torch is told not to make room for it.
+bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
+  if (cache_->largest_hole(record.stream) < bytes &&
+      !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling())) {
+    return false;
+  }
+  const RecordId id = Ledger::id_of(record);
+  const driver::Stream stream = record.stream;
+  HeldStorage held;
+  lock.unlock();
+  const bool made = held_->side().make(device_, bytes, stream, true, &held);
+  lock.lock();
+  if (!made) {
+    return false;
+  }
+  refresh();
+  Block* block = held_->adopt(held);
+  block->serial = ++serial_;
+  Record* still = ledger_.find(id);
+  if (still == nullptr || still->block != nullptr || still->copying || !still->clean()) {
+    give_back(block);
+    return false;
+  }
+  arrivals_.assign(1, {still, block});
+  return flush_prefetch();
+}
+
+// The trigger
+// --------------------------------------------------------------------------------------
+
+bool Runtime::missed(driver::Stream stream) {
+  const Departing departing(*this);
+  Lock lock(mutex_);
+  const driver::ContextGuard guard(table_, context_);
+  if (!budget_.armed) {
+    return false;
+  }
+  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
+    if (clocks_.at(i).captured()) {
+      return false;  // nothing is let go of while a graph is captured
+    }
+  }
+  ++counters_.misses;
+  refresh();
+  poll_owners(watched_.size());
+  for (void* storage : held_->take_stuck()) {
+    t_departing.push_back({storage, 0});
+  }
+  const Bytes request = plan_.expected_request();
+  const Bytes growth =
+      request != 0 ? CacheMap::segment_for(request) + kSmallSegments : budget_.high - budget_.low;
+  if (fits_under(counters_.mapped, growth, ceiling())) {
+    return !t_departing.empty();
+  }
+  if (request != 0) {
+    const bool in_pool = std::this_thread::get_id() == torch_pool_thread_;
+    make_hole(lock, request, {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool});
+  } else {
+    evict_down(lock);
+  }
+  seal(lock);
+  return !t_departing.empty() || t_release;
+}
+
+// torch's cache as choose_window sees it, in `candidates_`. Returns the bytes of segments in which
+// nothing would be left.
+Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
+  cache_->walk(owner, &stretches_);
+  candidates_.clear();
+  candidate_blocks_.clear();
+  Bytes whole = 0;  // of all segments before
+  Bytes idle = 0;   // of this one, as long as nothing else is in it
+  bool only_idle = false;
+  for (const CacheMap::Stretch& stretch : stretches_) {
+    if (stretch.begins_segment) {
+      whole += only_idle ? idle : 0;
+      idle = 0;
+      only_idle = true;
+      candidates_.push_back({Candidate::Kind::wall, 0, 0});
+      candidate_blocks_.push_back(nullptr);
+    }
+    Block* block = stretch.hole ? nullptr : held_->at(stretch.address);
+    const bool departs = std::any_of(
+        t_departing.begin(), t_departing.end(),
+        [&](const Departed& one) { return !stretch.hole && one.address == stretch.address; });
+    Candidate candidate{Candidate::Kind::wall, stretch.bytes, 0};
+    if (stretch.hole || departs) {
+      idle += stretch.bytes;
+      candidate.kind = Candidate::Kind::idle;
+    } else {
+      only_idle = false;
+      if (block != nullptr && block->record != nullptr && block->record->evictable()) {
+        candidate.kind = Candidate::Kind::victim;
+        candidate.age = ~plan_.next_use(block->record->place, block->record->order);
+      }
+    }
+    if (!stretch.of_owner) {
+      candidate.kind = Candidate::Kind::wall;
+    }
+    candidates_.push_back(candidate);
+    candidate_blocks_.push_back(block);
+  }
+  return whole + (only_idle ? idle : 0);
+}
+
+// Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
+// enough wholly free segments for a new one of its own, which go back to the driver.
+void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner) {
+  const Bytes growth = CacheMap::segment_for(request);
+  bool squeeze = false;
+  for (;;) {
+    const Bytes releasable = look_at_cache(owner);
+    Window window;
+    if (request > kSmallLimit) {
+      window = choose_window(candidates_, request);
+    }
+    if (window.found && window.victims == 0 && !t_departing.empty()) {
+      return;
+    }
+    Bytes missing = 0;
+    Evicted result = Evicted::none;
+    if (window.found && window.victims > 0) {
+      result = evict_window(window, squeeze, &missing);
+    } else if (fits_under(counters_.mapped - std::min(counters_.mapped, releasable), growth,
+                          ceiling())) {
+      t_release = !fits_under(counters_.mapped, growth, ceiling());
+      counters_.host_waits += t_release ? 1 : 0;
+      return;
+    } else if (Record* last = last_needed(false); last != nullptr) {
+      result = evict(*last, squeeze, &missing);
+    }
+    if (!helped(lock, result, missing, &squeeze)) {
+      return;
+    }
+  }
+}
+
+// Nobody knows what is asked for: as much as there is between the two watermarks.
+void Runtime::evict_down(Lock& lock) {
+  bool squeeze = false;
+  while (counters_.occupied > budget_.low) {
+    Bytes missing = 0;
+    Record* last = last_needed(false);
+    if (last == nullptr || !helped(lock, evict(*last, squeeze, &missing), missing, &squeeze)) {
+      break;
+    }
+  }
+  if (counters_.mapped > ceiling() && (cache_->releasable() > 0 || !t_departing.empty())) {
+    t_release = true;  // the request before took more than there was room for
+    ++counters_.host_waits;
+  }
+}
+
+// Without the trigger: what has been copied out leaves at the next pack or unpack.
+void Runtime::leave_later() {
+  if (held_->side().triggers != 0 || !budget_.armed) {
+    return;
+  }
+  Bytes missing = 0;
+  for (Record* r = ledger_.oldest(); r != nullptr && counters_.occupied > budget_.low;) {
+    Record& record = *r;
+    r = r->newer;
+    if (record.evictable() && record.clean() && !record.asked &&
+        clocks_.at(record.copy.written.clock).passed(record.copy.written.seq)) {
+      evict(record, false, &missing);
+    }
+  }
+}
+
+Bytes Runtime::trim_torch() {
+  {
+    Lock lock(mutex_);
+    ++counters_.host_waits;
+  }
+  const Bytes before = cache_->usage().reserved;
+  held_->side().release_cached();
+  return before - std::min(before, cache_->usage().reserved);
+}
+
+// A MemPool's segments
+// --------------------------------------------------------------------------------
+
+void Runtime::set_torch_pool(std::array<std::uint64_t, 2> pool) {
+  Lock lock(mutex_);
+  const bool any = pool != CacheMap::Owner{}.pool;
+  torch_pool_ = pool;
+  torch_pool_thread_ = any ? std::this_thread::get_id() : std::thread::id{};
+  if (any && std::find(torch_pools_.begin(), torch_pools_.end(), pool) == torch_pools_.end()) {
+    torch_pools_.push_back(pool);
+  }
+}
+
+// From segments that an earlier MemPool gave back, else from the driver, below `limit`.
+Address Runtime::segment(Bytes bytes, driver::Stream stream) {
+  Lock lock(mutex_);
+  const driver::ContextGuard guard(table_, context_);
+  if (segments_ == nullptr) {
+    segments_ = std::make_unique<DeviceHeap>(table_, device_, device_bytes_, granularity_, clocks_,
+                                             segment_counters_);
+  }
+  Arena* arena = segments_->arena_for(stream, bytes, 0);
+  if (arena == nullptr) {
+    return 0;
+  }
+  bytes = DeviceHeap::block_bytes(bytes);
+  segments_->settle(*arena);
+  Block* block = segments_->take(*arena, bytes);
+  if (block == nullptr) {
+    const Bytes others =
+        cache_->usage().reserved - std::min(cache_->usage().reserved, segment_counters_.occupied);
+    const Bytes ceiling = budget_.limit - std::min(budget_.limit, others);
+    if (segments_->grow(*arena, bytes, ceiling) == Status::ok ||
+        segments_->gather(*arena, bytes, ceiling) == Status::ok) {
+      block = segments_->take(*arena, bytes);
+    }
+  }
+  if (block == nullptr) {
+    ++counters_.out_of_memory;
+    return 0;
+  }
+  segment_counters_.occupy(block->size);
+  return block->address;
+}
+
+void Runtime::free_segment(Address address) {
+  Lock lock(mutex_);
+  Block* block = segments_ != nullptr ? segments_->find(address) : nullptr;
+  if (block != nullptr && block->state == BlockState::live) {
+    segment_counters_.vacate(block->size);
+    block->idle_from = block->arena->clock.upcoming();
+    segments_->give(block);
+  }
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,99 @@
+// What the engine asks of torch where torch's own caching allocator cuts the blocks (modes "native"
+// and "mempool"), and what it is told in return. Filled by the trigger library, which is built
+// against the installed torch's headers (native/torch_hook/trigger.cpp), or by
+// entry/python_side.cpp where that cannot be built. Plain C types only: the two sides may come from
+// different compilers.
+//
+// torch's allocator has a mutex per device, and calls `missed` and `event` under it. So the order
+// of locks is: the GIL, torch's mutex, ours. Nothing here may take the GIL or be called under a
+// lock of ours unless it says so.
+#pragma once
+
+#include "core/types.hpp"
+#include "driver/driver.hpp"
+
+namespace stagehand::core {
+
+// A storage of torch's that the engine holds a reference to.
+struct HeldStorage {
+  void* storage = nullptr;         // the reference
+  const void* identity = nullptr;  // the same for all references to one storage
+  Address address = 0;
+  Bytes bytes = 0;
+  driver::Stream stream = nullptr;  // the one its block is handed out on; only from `make`
+};
+
+// A tensor's place in its storage, in elements; `dtype` as `hold` told it.
+struct TensorPlace {
+  std::int64_t offset = 0;
+  const std::int64_t* shape = nullptr;
+  const std::int64_t* strides = nullptr;
+  std::int32_t ndim = 0;
+  std::int32_t dtype = 0;
+};
+
+enum class Hold : int {
+  held,
+  foreign,    // not memory of torch's caching allocator
+  capturing,  // a CUDA graph is being captured
+};
+
+// A change in torch's cache, in the order they happen on one device. `bytes` of blocks are those
+// asked for; torch may hand out up to 1 MiB more.
+struct CacheEvent {
+  enum Kind : int {
+    alloc,
+    freed,         // and reusable: no other stream still works on it
+    segment,       // memory of the driver's of its own
+    segment_gone,  // it went back
+    mapped,        // the same of expandable segments: joins what ends where it begins
+    unmapped,
+  };
+  Kind kind = alloc;
+  int device = 0;
+  Address address = 0;
+  Bytes bytes = 0;
+  driver::Stream stream = nullptr;
+  std::uint64_t pool[2] = {0, 0};  // torch's MempoolId_t; {0, 0} is the default pool
+};
+
+struct TorchListener {
+  // No free block fits, and a segment will be asked for next. True: something was given back, so
+  // search again. On the thread that allocates, for `stream`; it may hold the GIL or not.
+  bool (*missed)(int device, driver::Stream stream);
+  void (*event)(const CacheEvent* event);
+  // What the cache holds already is told by `known`, between `snapshot` (on every device, in order
+  // with its events) and `told`; events meanwhile come after what is known.
+  void (*snapshot)(int device);
+  void (*known)(const CacheEvent* event);
+  void (*told)(int device);
+};
+
+struct TorchSide {
+  static constexpr std::uint32_t kVersion = 1;
+  std::uint32_t version = 0;
+  std::uint32_t size = 0;  // of this table, in bytes
+  // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.
+  int triggers = 0;
+
+  // A reference to the tensor's storage; `tensor` is a PyObject*. With the GIL.
+  Hold (*hold)(void* tensor, HeldStorage* held, std::int32_t* dtype) = nullptr;
+  // A new tensor (PyObject*, owned by the caller) over the storage; null with a Python error set.
+  // With the GIL.
+  void* (*wrap)(void* storage, const TensorPlace* place) = nullptr;
+  // Whether the reference held is the only one, and the memory still the one that was held. Takes
+  // no lock.
+  bool (*alone)(void* storage, Address address, Bytes bytes) = nullptr;
+  // Gives the reference up; takes torch's mutex. Where the storage is not alone: with the GIL.
+  void (*drop)(void* storage) = nullptr;
+  // Memory from torch for work on `stream`; takes torch's mutex. `quiet`: without `missed`.
+  bool (*make)(int device, Bytes bytes, driver::Stream stream, bool quiet,
+               HeldStorage* held) = nullptr;
+  // Segments that are wholly free go back to the driver; waits for the GPU. Only one thread of the
+  // process does so at a time: false where another is at it.
+  bool (*release_cached)() = nullptr;
+  // Starts the calls of the listener. Once, with torch's CUDA initialised. Null, or what failed.
+  const char* (*listen)(const TorchListener* listener) = nullptr;
+};
+
+}  // namespace stagehand::core

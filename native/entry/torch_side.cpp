@@ -1,0 +1,130 @@
+#include "entry/torch_side.hpp"
+
+#include <array>
+
+#include "entry/python_side.hpp"
+#include "entry/registry.hpp"
+
+namespace stagehand::entry {
+
+namespace {
+
+namespace nb = nanobind;
+using core::CacheEvent;
+using core::TorchSide;
+
+// Called by torch under its mutex, on any thread: no exception leaves, and no GIL is taken.
+
+bool missed(int device, driver::Stream stream) noexcept {
+  Registry& registry = Registry::get();
+  core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
+  if (runtime == nullptr || !runtime->uses_torch()) {
+    return false;
+  }
+  try {
+    const RelaxedCapture relaxed;
+    return runtime->missed(stream);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+template <class F>
+void on_cache(int device, F&& call) noexcept {
+  if (device < 0 || device >= kMaxDevices || Registry::get().forked()) {
+    return;
+  }
+  try {
+    call(Registry::get().torch_cache(device));
+  } catch (const std::exception&) {
+  }
+}
+
+void event(const CacheEvent* event) noexcept {
+  on_cache(event->device, [&](core::CacheMap& cache) { cache.apply(*event); });
+}
+void snapshot(int device) noexcept {
+  on_cache(device, [](core::CacheMap& cache) { cache.snapshot(); });
+}
+void known(const CacheEvent* event) noexcept {
+  on_cache(event->device, [&](core::CacheMap& cache) { cache.known(*event); });
+}
+void told(int device) noexcept {
+  on_cache(device, [](core::CacheMap& cache) { cache.told(); });
+}
+
+constexpr core::TorchListener kListener{&missed, &event, &snapshot, &known, &told};
+
+// One storage through the whole table: what a torch unknown to us may do otherwise shows here.
+std::string try_out(const TorchSide& side, int device) {
+  const nb::module_ torch = nb::module_::import_("torch");
+  constexpr std::int64_t kRows = 768;
+  constexpr std::int64_t kColumns = 512;
+  const nb::object place = torch.attr("device")("cuda", device);
+  nb::object tensor = torch.attr("arange")(kRows * kColumns, nb::arg("device") = place);
+  const nb::object expected = torch.attr("arange")(kRows * kColumns).attr("view")(kRows, kColumns);
+  core::HeldStorage held;
+  std::int32_t dtype = 0;
+  if (side.hold(tensor.ptr(), &held, &dtype) != core::Hold::held) {
+    return "a tensor of torch's allocator could not be held";
+  }
+  std::string wrong;
+  const auto expect = [&](bool right, const char* what) {
+    if (!right && wrong.empty()) {
+      wrong = what;
+    }
+  };
+  const std::array<std::int64_t, 2> shape{kRows, kColumns};
+  const std::array<std::int64_t, 2> strides{kColumns, 1};
+  const core::TensorPlace whole{0, shape.data(), strides.data(), 2, dtype};
+  expect(held.address == nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()) &&
+             held.bytes == nb::cast<core::Bytes>(tensor.attr("nbytes")),
+         "a storage is not where its tensor is");
+  expect(!side.alone(held.storage, held.address, held.bytes), "a storage in use looks unused");
+  tensor = nb::none();
+  expect(side.alone(held.storage, held.address, held.bytes), "an unused storage looks used");
+  expect(Registry::get().torch_cache(device).owner_of(held.address).has_value(),
+         "no event told of a segment");
+  if (auto* view = static_cast<PyObject*>(side.wrap(held.storage, &whole)); view == nullptr) {
+    throw nb::python_error();
+  } else {
+    const nb::object found = nb::steal(view);
+    expect(nb::cast<bool>(torch.attr("equal")(found.attr("cpu")(), expected)),
+           "a tensor over a held storage reads other values");
+    expect(!side.alone(held.storage, held.address, held.bytes), "a view does not hold its storage");
+  }
+  expect(side.alone(held.storage, held.address, held.bytes), "a view outlived its tensor");
+  const core::Bytes before = Registry::get().torch_cache(device).usage().allocated;
+  const core::Bytes bytes = held.bytes;
+  side.drop(held.storage);
+  expect(Registry::get().torch_cache(device).usage().allocated == before - bytes,
+         "a dropped storage is not free");
+  core::HeldStorage made;
+  if (!side.make(device, bytes, nullptr, true, &made)) {
+    return "torch gave no memory";
+  }
+  expect(made.address != 0 && made.bytes == bytes, "torch gave other memory than asked for");
+  side.drop(made.storage);
+  return wrong;
+}
+
+}  // namespace
+
+std::string use_torch_side(std::uintptr_t table, int device) {
+  const auto* side = reinterpret_cast<const TorchSide*>(table);
+  if (side->version != TorchSide::kVersion || side->size != sizeof(TorchSide)) {
+    return "it was built for another version of stagehand_alloc";
+  }
+  if (const char* refused = side->listen(&kListener); refused != nullptr) {
+    return refused;
+  }
+  const std::string wrong = try_out(*side, device);
+  if (wrong.empty()) {
+    Registry::get().set_torch_side(side);
+  }
+  return wrong;
+}
+
+void use_python_side() { Registry::get().set_torch_side(&python_side()); }
+
+}  // namespace stagehand::entry

@@ -1,0 +1,250 @@
+// The trigger library: torch's own caching allocator as the engine sees it (core/torch_side.hpp).
+//
+// Built on first use against the headers of the installed torch, never part of the main build. What
+// torch calls here runs under its allocator's mutex: no Python, no GIL, and no exception leaves.
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "core/torch_side.hpp"
+
+namespace {
+
+using stagehand::core::CacheEvent;
+using stagehand::core::HeldStorage;
+using stagehand::core::Hold;
+using stagehand::core::TensorPlace;
+using stagehand::core::TorchListener;
+using stagehand::core::TorchSide;
+namespace caching = c10::cuda::CUDACachingAllocator;
+
+TorchListener g_listener;
+std::atomic<bool> g_listening{false};
+thread_local bool t_quiet = false;   // this thread asks for what may as well be refused
+thread_local bool t_making = false;  // this thread is in `make`, for t_stream
+thread_local cudaStream_t t_stream = nullptr;
+thread_local bool t_snapshotting = false;  // this thread takes the snapshot that `listen` needs
+
+c10::StorageImpl* impl_of(void* storage) { return static_cast<c10::StorageImpl*>(storage); }
+
+bool capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
+  const at::Tensor& tensor = THPVariable_Unpack(static_cast<PyObject*>(object));
+  if (!tensor.has_storage() || !tensor.is_cuda() || tensor.layout() != at::kStrided) {
+    return Hold::foreign;
+  }
+  const c10::Storage& storage = tensor.storage();
+  if (storage.data_ptr().get_deleter() != caching::get()->raw_deleter() ||
+      storage.data_ptr().get() != storage.data_ptr().get_context()) {
+    return Hold::foreign;
+  }
+  if (capturing()) {
+    return Hold::capturing;
+  }
+  *dtype = static_cast<std::int32_t>(tensor.scalar_type());
+  held->address = reinterpret_cast<std::uintptr_t>(storage.data());
+  held->bytes = storage.nbytes();
+  held->identity = storage.unsafeGetStorageImpl();
+  held->storage = c10::Storage(storage).unsafeReleaseStorageImpl();
+  return Hold::held;
+}
+
+void* wrap(void* storage, const TensorPlace* place) {
+  try {
+    const auto dtype = static_cast<c10::ScalarType>(place->dtype);
+    auto tensor = c10::make_intrusive<c10::TensorImpl>(
+        c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl_of(storage))),
+        c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::scalarTypeToTypeMeta(dtype));
+    const auto count = static_cast<std::size_t>(place->ndim);
+    tensor->set_sizes_and_strides({place->shape, count}, {place->strides, count}, place->offset);
+    return THPVariable_Wrap(at::Tensor(std::move(tensor)));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+// A storage that somebody made a Python object of counts that reference too, and is never alone.
+bool alone(void* storage, std::uint64_t address, std::uint64_t bytes) {
+  const c10::StorageImpl* impl = impl_of(storage);
+  return c10::raw::intrusive_ptr::use_count(impl_of(storage)) == 1 &&
+         reinterpret_cast<std::uintptr_t>(impl->data()) == address && impl->nbytes() == bytes;
+}
+
+void drop(void* storage) { c10::raw::intrusive_ptr::decref(impl_of(storage)); }
+
+bool make(int device, std::uint64_t bytes, stagehand::driver::Stream stream, bool quiet,
+          HeldStorage* held) {
+  t_quiet = quiet;
+  t_making = true;
+  t_stream = reinterpret_cast<cudaStream_t>(stream);
+  bool made = false;
+  try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    void* memory = caching::get()->raw_alloc_with_stream(bytes, t_stream);
+    const c10::Device place(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+    auto storage = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), bytes,
+        c10::DataPtr(memory, memory, caching::get()->raw_deleter(), place), caching::get(), true);
+    held->address = reinterpret_cast<std::uintptr_t>(memory);
+    held->bytes = bytes;
+    held->stream = stream;
+    held->identity = storage.get();
+    held->storage = storage.release();
+    made = true;
+  } catch (const std::exception&) {  // out of memory; the engine says so, with its numbers
+  }
+  t_quiet = t_making = false;
+  return made;
+}
+
+bool release_cached() {
+  // torch takes the mutex of every device in turn, and this thread may hold one of them: two
+  // threads at it could wait for each other.
+  static std::mutex one_at_a_time;
+  const std::unique_lock lock(one_at_a_time, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return false;
+  }
+  try {
+    caching::emptyCache();
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+CacheEvent event_of(CacheEvent::Kind kind, int device, std::uint64_t address, std::uint64_t bytes,
+                    void* stream, const c10::MempoolId_t& pool) {
+  CacheEvent event;
+  event.kind = kind;
+  event.device = device;
+  event.address = address;
+  event.bytes = bytes;
+  event.stream = static_cast<stagehand::driver::Stream>(stream);
+  event.pool[0] = pool.first;
+  event.pool[1] = pool.second;
+  return event;
+}
+
+void tell_known(int device, const caching::SnapshotInfo& snapshot) {
+  const auto tell = [](const CacheEvent& event) { g_listener.known(&event); };
+  for (const auto& segment : snapshot.segments) {
+    if (segment.device != device) {
+      continue;
+    }
+    const auto& pool = segment.owner_private_pool_id;
+    tell(event_of(segment.is_expandable ? CacheEvent::mapped : CacheEvent::segment, device,
+                  segment.address, segment.total_size, segment.stream, pool));
+    std::uint64_t address = segment.address;
+    for (const auto& block : segment.blocks) {
+      if (block.active) {  // allocated, or freed while another stream still uses it
+        tell(event_of(CacheEvent::alloc, device, address, block.size, segment.stream, pool));
+      }
+      address += block.size;
+    }
+  }
+}
+
+void traced(const caching::TraceEntry& entry) {
+  using Entry = caching::TraceEntry;
+  const auto say = [&](CacheEvent::Kind kind) {
+    const CacheEvent event =
+        event_of(kind, entry.device_, entry.addr_, entry.size_, entry.stream_, entry.mempool_);
+    g_listener.event(&event);
+  };
+  switch (entry.action_) {
+    case Entry::ALLOC:
+      return say(CacheEvent::alloc);
+    case Entry::FREE_COMPLETED:
+      return say(CacheEvent::freed);
+    case Entry::SEGMENT_ALLOC:
+      return say(CacheEvent::segment);
+    case Entry::SEGMENT_FREE:
+      return say(CacheEvent::segment_gone);
+    case Entry::SEGMENT_MAP:
+      return say(CacheEvent::mapped);
+    case Entry::SEGMENT_UNMAP:
+      return say(CacheEvent::unmapped);
+    case Entry::SNAPSHOT:
+      return t_snapshotting ? g_listener.snapshot(entry.device_) : void();
+    default:
+      return;
+  }
+}
+
+// The tracker runs from before the snapshot on; a snapshot's own event, under the same mutex, marks
+// where what it holds ends and what the tracker tells begins.
+const char* listen(const TorchListener* listener) {
+  if (caching::get()->name() != "native") {
+    return "torch does not use its native caching allocator (PYTORCH_ALLOC_CONF)";
+  }
+  try {
+    g_listener = *listener;
+    caching::get()->attachAllocatorTraceTracker(&traced);
+    t_snapshotting = true;
+    const auto snapshot = caching::get()->snapshot({0, 0}, false);
+    t_snapshotting = false;
+    for (int device = 0; device < c10::cuda::device_count(); ++device) {
+      tell_known(device, snapshot);
+      g_listener.told(device);
+    }
+    g_listening.store(true, std::memory_order_release);
+  } catch (const std::exception&) {
+    t_snapshotting = false;
+    return "torch refused the trace tracker";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+namespace c10 {
+
+class StagehandTrigger final : public FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    if (t_quiet || !g_listening.load(std::memory_order_acquire)) {
+      return false;
+    }
+    try {
+      const c10::DeviceIndex device = c10::cuda::current_device();
+      const auto stream = t_making ? t_stream : c10::cuda::getCurrentCUDAStream(device).stream();
+      return !capturing() && g_listener.missed(device, stream);
+    } catch (...) {
+      return false;
+    }
+  }
+};
+
+REGISTER_FREE_MEMORY_CALLBACK(stagehand_alloc, StagehandTrigger)
+
+}  // namespace c10
+
+extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_side() {
+  static const TorchSide side = [] {
+    TorchSide made;
+    made.version = TorchSide::kVersion;
+    made.size = sizeof(TorchSide);
+    made.triggers = 1;
+    made.hold = &hold;
+    made.wrap = &wrap;
+    made.alone = &alone;
+    made.drop = &drop;
+    made.make = &make;
+    made.release_cached = &release_cached;
+    made.listen = &listen;
+    return made;
+  }();
+  return &side;
+}
