@@ -94,6 +94,8 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
     waits: two may then build the same, and the last rename stays.
     """
     check_trusted(path)
+    if not os.access(path.parent, os.W_OK):
+        raise RefusedError(f"{path.parent} cannot be written to")
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -282,17 +282,18 @@ def test_where_no_cache_folder_can_be_a_temporary_one_is(
     assert "not used" in _doctor._cache_folder()
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root can write anywhere")
 def test_a_read_only_folder_serves_what_it_has(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = fill(place)
     place.cache.chmod(0o500)
+    if os.access(place.cache, os.W_OK):
+        pytest.skip("this user can write anywhere")
     try:
         assert _build.build(place.library) == kept
         place.header.write_text("static const int kAnswer = 42; // other\n")
         _build.load(place.library)
-        assert_built_privately(place, capsys.readouterr().err, "")
+        assert_built_privately(place, capsys.readouterr().err, "cannot be written to")
     finally:
         place.cache.chmod(0o700)
 
