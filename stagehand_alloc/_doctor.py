@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from stagehand_alloc import _bridge, _driver, _telemetry
+from stagehand_alloc import _build, _cache, _driver, _recipe, _telemetry, _trigger
 from stagehand_alloc._config import format_bytes
 from stagehand_alloc._errors import StagehandError
 from stagehand_alloc._host import available_host_bytes
@@ -118,11 +117,18 @@ def _last_run(path: str) -> str:
 
 
 def _compiler() -> str:
-    path = _bridge.find_compiler()
+    path = _recipe.find_compiler()
     if path is None:
-        return "none (needed for the simulated GPU only)"
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    return f"{path}: {done.stdout.splitlines()[0] if done.stdout else 'no version'}"
+        return "none (needed for the trigger library and for the simulated GPU)"
+    return f"{path}: {_recipe.compiler_version(path).splitlines()[0]}"
+
+
+def _cache_folder() -> str:
+    try:
+        folder, there = _cache.look()
+    except _cache.RefusedError as why:
+        return f"not used, {why}; libraries are built into a temporary folder, for each process"
+    return str(folder) if there else f"{folder}, not made yet"
 
 
 def _extension() -> str:
@@ -145,9 +151,8 @@ def _simulated_gpu() -> str:
     from stagehand_alloc import testing
 
     testing._library_path()
-    _bridge.source_path()
-    if _bridge.find_compiler() is None:
-        raise RuntimeError("no C++ compiler was found")
+    if _build.kept(testing._CPU_BRIDGE) is None and _build.forbidden():
+        raise RuntimeError(f"{_build.FORBID} forbids to build the CPU bridge")
     return "stagehand_alloc.testing.simulated_gpu(), python -m stagehand_alloc demo"
 
 
@@ -161,6 +166,8 @@ _FACTS = {
     "pinned memory": _pinned_memory,
     "NUMA": _numa,
     "compiler": _compiler,
+    "cache folder": _cache_folder,
+    "trigger library": _trigger.outlook,
     "extension": _extension,
 }
 _WAYS = {"real GPU": _real_gpu, "simulated GPU": _simulated_gpu}

@@ -92,4 +92,4 @@ class SimulatorError(StagehandError, RuntimeError):
 
 
 class CompilerError(SimulatorError):
-    """The bridge between torch's CPU tensors and the simulated GPU could not be built."""
+    """A library against the installed torch, such as the simulated GPU's, could not be built."""

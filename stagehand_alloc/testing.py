@@ -20,13 +20,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stagehand_alloc import _bridge, _driver, _install
+from stagehand_alloc import _build, _driver, _install
 from stagehand_alloc._config import Size, parse_size
 from stagehand_alloc._errors import SimulatorError
+from stagehand_alloc._recipe import Library
 
 _HOST_SYNCHRONOUS = 1  # native/sim/control.hpp: STAGEHAND_SIM_HOST_SYNCHRONOUS
 _NO_POISON = 2  # STAGEHAND_SIM_NO_POISON
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+# Routes torch's CPU tensors to the process allocator.
+_CPU_BRIDGE = Library(
+    name="cpu_allocator",
+    words="CPU bridge",
+    source=Path("torch_hook") / "cpu_allocator.cpp",
+    link=("c10",),
+    seconds=10,
+)
 
 _lock = threading.Lock()
 _running: SimulatedGpu | None = None
@@ -187,7 +197,7 @@ def _start(settings: Settings) -> SimulatedGpu:
             "Call simulated_gpu() before anything uses CUDA, or in another process.",
         )
     native = _driver.native()
-    bridge = ctypes.CDLL(str(_bridge.build()))
+    _, bridge = _build.load(_CPU_BRIDGE)
     sim = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     flags = _HOST_SYNCHRONOUS | (0 if settings.poison else _NO_POISON)
     result = sim.stagehand_sim_configure(

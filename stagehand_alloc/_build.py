@@ -1,0 +1,219 @@
+"""Builds the small libraries that need the headers of the torch that is installed.
+
+They are built on first use and kept in the user's cache folder, under a name that changes with
+everything they depend on: torch, the compiler, the flags and the text of every file of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stagehand_alloc import _cache
+from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._recipe import Library, Recipe, recipe
+
+FORBID = "STAGEHAND_ALLOC_BUILD"  # the environment variable; 0 forbids
+TIMEOUT_S = 300.0
+
+_LOCK_MARGIN_S = 30.0  # who waits for another's build waits longer than that may take
+_SEAL = b"\nstagehand_alloc sha256 "  # after it the sum of all before: a cut file cannot have one
+_FAILED = "failed: "  # begins the last line of the log of a build that failed
+
+_failures: dict[str, tuple[str, str]] = {}  # by digest: not tried again in this process
+_told: set[str] = set()
+
+
+def load(library: Library) -> tuple[Path, Any]:
+    """The library, loaded with ctypes, and where it is; built where it has to be.
+
+    Raises CompilerError.
+    """
+    import ctypes
+
+    path = build(library)
+    try:
+        return path, ctypes.CDLL(str(path))
+    except OSError:
+        path = build(library, again=True)
+    try:
+        return path, ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompilerError(
+            f"The {library.words} cannot be loaded, built again or not: {error}.",
+            "Build with the compiler and the libraries that torch runs with.",
+        ) from error
+
+
+def build(library: Library, *, again: bool = False) -> Path:
+    """The library's file, built unless it is kept from before or ``again`` is set.
+
+    Two processes that ask at once build once. Where the cache folder cannot be used, or holds what
+    others may have put there, the library goes to a temporary folder. Raises CompilerError, for one
+    that failed in this process without another try.
+    """
+    plan = recipe(library)
+    if plan.digest in _failures:
+        raise CompilerError(*_failures[plan.digest])
+    try:
+        try:
+            return _build_in(_cache.open_user_folder(), plan, again)
+        except (_cache.RefusedError, OSError) as why:
+            folder = _cache.private_folder()
+            _tell(f"{why}: the {library.words} is kept in {folder}, for this process only")
+            return _build_in(folder, plan, again)
+    except (_cache.RefusedError, OSError) as error:
+        raise CompilerError(
+            f"No folder can hold the {library.words}: {error}.",
+            "Name a folder of yours that can be written to in XDG_CACHE_HOME or TMPDIR.",
+        ) from error
+
+
+def kept(library: Library) -> Path | None:
+    """The library's file where the cache folder has it; nothing is made. Raises CompilerError."""
+    try:
+        path = _cache.user_folder() / f"{recipe(library).stem}.so"
+        _cache.check_trusted(path.parent)
+        return path if _is_whole(path) else None
+    except (_cache.RefusedError, OSError):
+        return None
+
+
+def forbidden() -> bool:
+    """Whether the environment forbids to build."""
+    return os.environ.get(FORBID, "").strip().lower() in {"0", "false", "no", "off"}
+
+
+def _build_in(folder: Path, plan: Recipe, again: bool) -> Path:
+    """The file in ``folder``. Raises RefusedError or OSError where that cannot be used."""
+    path = folder / f"{plan.stem}.so"
+    if not again and _is_whole(path):
+        return path
+    words = plan.library.words
+    if forbidden():
+        raise CompilerError(
+            f"The {words} is not built, and {FORBID}={os.environ[FORBID]} forbids to build it.",
+            f"Unset {FORBID}, once at least: the library is kept.",
+        )
+    log = folder / f"{plan.stem}.log"
+    before = _failure(log)
+    try:
+        with _cache.locked(folder / f"{plan.library.name}.lock", TIMEOUT_S + _LOCK_MARGIN_S):
+            if not again and _is_whole(path):
+                return path  # another process built it meanwhile
+            failure = _failure(log)
+            if failure is None or failure == before:  # else another process tried meanwhile
+                failure = _compile(plan, path, log)
+    except TimeoutError as error:
+        raise _failed(
+            plan,
+            f"The {words} was waited for, {TIMEOUT_S + _LOCK_MARGIN_S:.0f} s: {error}.",
+            "Let the process that builds it finish, or end it.",
+        ) from error
+    if failure is not None:
+        raise _failed(
+            plan,
+            f"The {words} could not be built (log: {log}): {failure[1]}",
+            "A C++20 compiler and torch's headers are needed; CXX names another compiler.",
+        )
+    return path
+
+
+def _failed(plan: Recipe, what: str, todo: str) -> CompilerError:
+    _failures[plan.digest] = (what, todo)
+    return CompilerError(what, todo)
+
+
+def _compile(plan: Recipe, path: Path, log: Path) -> tuple[int, str] | None:
+    """Build beside ``path`` and rename: others see all of it or nothing. None, or the failure."""
+    _tell(
+        f"building the {plan.library.words} for torch {plan.torch_version}, about "
+        f"{plan.library.seconds} s, kept in {path.parent}"
+    )
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+        output = Path(folder) / path.name
+        why = _run([*plan.command, "-o", str(output)], log)
+        if why:
+            with log.open("a") as file:
+                file.write(f"\n{_FAILED}{why}\n")
+            return _failure(log) or (0, why)
+        content = output.read_bytes()
+        output.write_bytes(content + _seal(content))
+        output.chmod(0o700)  # a lax umask would make it a file that is not trusted
+        output.replace(path)
+    log.unlink(missing_ok=True)
+    return None
+
+
+def _run(command: list[str], log: Path) -> str:
+    """Run the compiler, all it says in ``log``; why it failed, empty where it did not."""
+    with log.open("w") as file:
+        file.write(f"{shlex.join(command)}\n")
+        file.flush()
+        try:
+            # A session of its own: the compiler's own children can be ended with it.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{command[0]} did not run, {error.strerror}"
+        try:
+            code = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return f"{command[0]} was not done after {TIMEOUT_S:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code == 0:
+        return ""
+    said = log.read_text(errors="replace").splitlines()[1:]
+    first = next((line for line in said if "error" in line.lower()), said[-1] if said else "")
+    return f"{command[0]} ended with {code}, {first.strip() or 'without a word'}"
+
+
+def _failure(log: Path) -> tuple[int, str] | None:
+    """When, in nanoseconds, and why the build of this log failed; None where it did not."""
+    try:
+        last = log.read_text(errors="replace").splitlines()[-1:]
+        if last and last[0].startswith(_FAILED):
+            return log.stat().st_mtime_ns, last[0][len(_FAILED) :]
+    except OSError:
+        pass
+    return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is there in full. Raises RefusedError where it is not to be trusted.
+
+    To load a file that was cut short would end the process.
+    """
+    _cache.check_trusted(path)
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    body = content[: content.rfind(_SEAL)]
+    return content == body + _seal(body)
+
+
+def _seal(content: bytes) -> bytes:
+    return _SEAL + hashlib.sha256(content).hexdigest().encode()
+
+
+def _tell(text: str) -> None:
+    """One line on stderr, once."""
+    if text not in _told:
+        _told.add(text)
+        print(f"stagehand_alloc: {text}.", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""The trigger library: lets the engine act on torch's own free-list misses.
+
+It is for the modes without the process allocator. Where it cannot be had, they act at the next pack
+or unpack instead; nothing here raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stagehand_alloc import _build, _driver, _recipe
+from stagehand_alloc._config import Config
+from stagehand_alloc._errors import CompilerError
+
+State = Literal[
+    "loaded", "forbidden", "no compiler", "build failed", "self-test failed", "not needed"
+]
+UseTorchSide = Callable[[int], str]  # takes the table's address; says why not, or nothing
+
+LIBRARY = _recipe.Library(
+    name="trigger",
+    words="trigger library",
+    source=Path("torch_hook") / "trigger.cpp",
+    link=("torch_python", "torch_cpu", "torch_cuda", "c10_cuda", "c10"),
+    seconds=30,
+    cuda=True,
+    python=True,
+)
+_FORBIDDEN_BY_CONFIG = "build_trigger is False"
+_REPORT = "Update stagehand_alloc, or report it with the versions of torch and of stagehand_alloc."
+_QUIET = "build_trigger=False in the config keeps this quiet."
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """Whether the trigger library is in use; ``why`` not, in one line, empty where it is."""
+
+    path: Path | None
+    state: State
+    why: str
+
+
+NOT_NEEDED = Trigger(None, "not needed", "the process allocator sees every allocation")
+
+_lock = threading.Lock()
+_found: Trigger | None = None  # what loading came to; a library once loaded stays
+
+
+def load(
+    config: Config,
+    *,
+    library: _recipe.Library = LIBRARY,
+    cuda: str | None = None,
+    use: UseTorchSide | None = None,
+) -> Trigger:
+    """The trigger library of this process, built and loaded by the first call that may.
+
+    ``library``, ``cuda`` (torch's version of it) and ``use`` (what takes the library's table) are
+    the real ones unless they are given. May take as long as a compiler does.
+    """
+    global _found
+    if why := _forbidden(config):
+        return Trigger(None, "forbidden", why)
+    with _lock:
+        if _found is not None:
+            return _found
+        _found, todo = _load(library, cuda or _torch_cuda(), use)
+        found = _found
+    if todo:
+        warnings.warn(
+            f"The trigger library is not in use; acting at the next pack or unpack instead: "
+            f"{found.why}\n{todo} {_QUIET}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return found
+
+
+def outlook() -> str:
+    """What `load` would find, in words; nothing is built or loaded. Raises CompilerError."""
+    if why := _forbidden(None):
+        return f"forbidden, {why}"
+    if not _torch_cuda():
+        return f"not needed, {_no_cuda()}"
+    path = _build.kept(LIBRARY)
+    if path is not None:
+        return f"built, {path}"
+    return f"not built yet; built on first use, about {LIBRARY.seconds} s"
+
+
+def _load(
+    library: _recipe.Library, cuda: str | None, use: UseTorchSide | None
+) -> tuple[Trigger, str]:
+    """What was found, and what the user can do about it; empty where nothing is amiss."""
+    if not cuda:
+        return Trigger(None, "not needed", _no_cuda()), ""
+    if _recipe.find_compiler() is None:
+        return Trigger(None, "no compiler", "no C++ compiler was found."), _recipe.INSTALL_COMPILER
+    try:
+        path, loaded = _build.load(library)
+    except CompilerError as error:
+        return Trigger(None, "build failed", error.what), error.todo
+    why = _self_test(loaded, use)
+    if why:
+        return Trigger(path, "self-test failed", why), _REPORT
+    return Trigger(path, "loaded", ""), ""
+
+
+def _self_test(loaded: Any, use: UseTorchSide | None) -> str:
+    """Give the core the library's table; why it does not take it, empty where it does."""
+    import ctypes
+
+    try:
+        torch_side = loaded.stagehand_torch_side
+        torch_side.restype = ctypes.c_void_p
+        torch_side.argtypes = []
+        address = torch_side()
+        if not address:
+            return "the trigger library has no table."
+        return str((use or _driver.native().use_torch_side)(address))
+    except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
+        return " ".join(str(error).splitlines()) or type(error).__name__
+
+
+def _forbidden(config: Config | None) -> str:
+    if config is not None and not config.build_trigger:
+        return _FORBIDDEN_BY_CONFIG
+    return f"{_build.FORBID}=0 is set" if _build.forbidden() else ""
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _no_cuda() -> str:
+    import torch
+
+    return f"torch {torch.__version__} was built without CUDA"
