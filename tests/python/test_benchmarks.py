@@ -280,6 +280,8 @@ def test_micro_times_every_call_and_counts_what_it_names(tmp_path: pathlib.Path)
     for call in ("alloc, hit", "free, hit", "pack, hit", "unpack, hit", "alloc, grow"):
         assert calls[call]["ours"]["p50"] > 0
         assert calls[call]["torch"]["p50"] > 0
+    assert calls["pack, hit"]["ours"]["events"] == 1
+    assert calls["unpack, hit"]["ours"]["events"] == 1
     assert calls["alloc, evict one"]["ours"]["events"] == 1
     assert calls["alloc, evict many"]["ours"]["events"] > 1
     assert calls["unpack, restore"]["ours"]["events"] > 0
