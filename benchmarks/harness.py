@@ -7,10 +7,12 @@ process that stays alive, and the workers run a few steps each in turn, on one G
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +39,7 @@ class Worker:
         )
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Send `command`, return its reply. Raises WorkerError where the worker has died."""
+        """Send `command`, return its reply. Raises WorkerError where it fails."""
         self.send(command, **arguments)
         return self.receive()
 
@@ -48,7 +50,7 @@ class Worker:
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise WorkerError(f"{self.name} ended before {command!r}") from error
+            raise self._died() from error
 
     def receive(self) -> dict[str, Any]:
         """The reply to the oldest command that has none yet."""
@@ -60,12 +62,23 @@ class Worker:
                     raise WorkerError(f"{self.name}: {reply['error']}")
                 return reply
             sys.stderr.write(f"[{self.name}] {line}")
-        raise WorkerError(f"{self.name} ended with exit code {self._process.wait()}")
+        raise self._died()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _died(self) -> WorkerError:
+        code = self._process.wait()
+        if code == -signal.SIGKILL:  # nobody else here kills workers that still answer
+            return WorkerError(f"{self.name} was killed by the system: host memory ran out")
+        return WorkerError(f"{self.name} ended with exit code {code}")
 
     def hang_up(self) -> None:
         """Tell the worker to end, without waiting until it has."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # a command that a dead worker never read
+                self._process.stdin.close()
 
     def close(self, timeout: float = 60) -> int:
         """End the worker; returns its exit code."""

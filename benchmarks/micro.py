@@ -104,17 +104,18 @@ class Micro:
     def saved(self) -> None:
         """pack and unpack of a tensor that stays."""
         x = self.empty(SMALL_BYTES).requires_grad_()
-        y = x * 1.0  # no leaf: leaves are not packed
         pack: list[float] = []
         unpack: list[float] = []
+        saved, found = self._counter("activations_saved"), self._counter("alias_hits")
         with self._pool():
+            y = x * 1.0  # neither a leaf nor older than the pool: these are not packed
             for _ in range(self.count):
                 z, took = timed(y.sin)
                 pack.append(took)
                 unpack.append(timed(lambda: z.grad_fn._saved_self)[1])  # noqa: B023
                 self._wait(len(pack))
-        self._note("pack", "hit", pack)
-        self._note("unpack", "hit", unpack)
+        self._note("pack", "hit", pack, self._counter("activations_saved") - saved)
+        self._note("unpack", "hit", unpack, self._counter("alias_hits") - found)
 
     def evict(self, many: int) -> None:
         """A budget filled with saved tensors; then blocks that each need `many` of them to go."""

@@ -1,7 +1,8 @@
-"""Plots a result of suite.py: step time against peak memory, one panel per model.
+"""Plots results of suite.py: step time against peak memory, one panel per model.
 
-    python benchmarks/plot.py benchmarks/results/suite.json [OUT.svg]
+    python benchmarks/plot.py benchmarks/results/suite.json... [--out OUT.svg]
 
+Several results, of models run in several calls on one device, give one plot.
 Needs matplotlib: pip install 'stagehand_alloc[plot]'.
 """
 
@@ -12,7 +13,7 @@ import importlib.util
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Point = dict[str, Any]
@@ -31,6 +32,18 @@ TICKS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 8)  # of step time / plain torch, on a loga
 
 def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result with the models of all. Raises ValueError where they cannot share a plot."""
+    places = sorted({f"{one['device']}, torch {one['torch']}" for one in results})
+    if len(places) > 1:
+        raise ValueError(f"these are of different places: {' and '.join(places)}")
+    names = [name for one in results for name in one["models"]]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)}: measured in more than one of these results")
+    return {**results[0], "models": {k: v for one in results for k, v in one["models"].items()}}
 
 
 def series(points: list[Point], chosen: Callable[[str], bool]) -> tuple[list[float], list[float]]:
@@ -91,14 +104,19 @@ def _draw_model(panel: Any, model: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("result", type=pathlib.Path)
-    parser.add_argument("out", type=pathlib.Path, nargs="?", help="default: RESULT with .svg")
+    parser.add_argument("results", type=pathlib.Path, nargs="+", metavar="RESULT")
+    parser.add_argument("--out", type=pathlib.Path, help="default: the first RESULT with .svg")
     options = parser.parse_args(argv)
     if not available():
         print("plot: matplotlib is missing: pip install 'stagehand_alloc[plot]'", file=sys.stderr)
         return 1
-    result = json.loads(options.result.read_text(encoding="utf-8"))
-    draw(result, options.out or options.result.with_suffix(".svg"))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in options.results]
+    try:
+        result = together(results)
+    except ValueError as error:
+        print(f"plot: {error}", file=sys.stderr)
+        return 1
+    draw(result, options.out or options.results[0].with_suffix(".svg"))
     return 0
 
 

@@ -9,8 +9,10 @@ process). Beside each budget the bound: max(Tf, need / B) + max(Tb, need / B), o
 forward and backward and the link measured in the same run.
 
 Peak memory is what torch had allocated at most, and for ours what was mapped at most, which is
-more. Writes benchmarks/results/suite-DEVICE-NUMBER.json, the same as suite.json, and where
-matplotlib can be imported suite.svg (else later: python benchmarks/plot.py RESULT.json).
+more. A variant whose process dies is noted as such, and the next ones get a fresh process. Writes
+benchmarks/results/suite-DEVICE-NUMBER.json and the same as suite.json, both after every model, and
+where matplotlib can be imported suite.svg (else later: python benchmarks/plot.py RESULT.json). Both
+are of the models of this call alone; plot.py draws those of several results together.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import plot
@@ -74,10 +77,12 @@ class ModelRun:
     def __init__(self, name: str, pace: Pace, simulated: bool) -> None:
         steps = min(pace.steps, MOST_STEPS.get(name, pace.steps))
         self.pace = dataclasses.replace(pace, steps=steps)
+        self.name = name
         model, shape = (TINY if simulated else MODELS)[name]
-        settings = {"model": model, "shape": shape, "simulated": simulated}
-        self.plain = Worker(f"{name} torch", {"ours": False, **settings})
-        self.ours = Worker(f"{name} ours", {"ours": True, **settings})
+        self.settings = {"model": model, "shape": shape, "simulated": simulated}
+        self.plain = self._start(ours=False)
+        self.ours = self._start(ours=True)
+        self.ours_pins = False  # its process may hold pinned memory
         self.place: dict[str, Any] = {}
         self.budgets: dict[str, Budget] = {}
         self.links: list[Link] = []
@@ -93,16 +98,17 @@ class ModelRun:
         whole = self.ours.ask("memory", mode="default")
         for share in SHARES:
             self.budgets[f"ours:{share}"] = budget_of_share(whole["start"], whole["peak"], share)
-        pools = {name: dataclasses.astuple(budget) for name, budget in self.budgets.items()}
-        self.ours.ask("budgets", budgets=pools)
+        self.ours.ask("budgets", budgets=self._pools())
+        self.ours_pins = True
         self.memory["unbudgeted"] = whole
-        modes = [mode for mode in [*modes, *self.budgets] if self._warm(mode)]
-        if "native" not in modes:
-            raise WorkerError(f"plain torch fails: {self.failed['native']}")
+        modes += self.budgets
+        for mode in modes:
+            self._try(mode, self._warm)
         for at in range(self.pace.rounds):
-            self.links.append(Link(**self.plain.ask("link")))
+            self.links.append(Link(**self._worker("native").ask("link")))
             for mode in modes if at % 2 == 0 else reversed(modes):
-                self._turn(mode)
+                if mode not in self.failed:
+                    self._try(mode, self._turn)
 
     def close(self) -> None:
         close_all([self.plain, self.ours])
@@ -135,25 +141,55 @@ class ModelRun:
         losses = [loss for steps in self.steps.values() for one in steps for loss in one["loss"]]
         return agree(losses, TOLERANCE)
 
-    def _worker(self, mode: str) -> Worker:
-        return self.ours if mode.startswith("ours:") else self.plain
+    def _start(self, ours: bool) -> Worker:
+        who = "ours" if ours else "torch"
+        return Worker(f"{self.name} {who}", {"ours": ours, **self.settings})
 
-    def _warm(self, mode: str) -> bool:
-        """Steps that pin memory and learn, then the peaks. False where the mode cannot run."""
-        worker = self._worker(mode)
+    def _pools(self) -> dict[str, tuple[int, int]]:
+        return {name: (budget.high, budget.low) for name, budget in self.budgets.items()}
+
+    def _worker(self, mode: str) -> Worker:
+        """The mode's process: a fresh one where another mode, or its neighbour, was its end.
+
+        Plain torch has the host's memory to itself.
+        """
+        if mode in self.budgets:
+            if not self.ours.alive:
+                self.ours.close()
+                self.ours = self._start(ours=True)
+                self.ours.ask("build", budgets=self._pools())
+            self.ours_pins = True
+            return self.ours
+        if self.ours_pins and self.ours.alive:
+            self.ours.ask("release_pinned")
+        self.ours_pins = False
+        if not self.plain.alive:
+            self.plain.close()
+            self.plain = self._start(ours=False)
+            self.plain.ask("build")
+        return self.plain
+
+    def _try(self, mode: str, part: Callable[[str], None]) -> None:
+        """Note a mode that fails, and go on; without plain torch there is nothing to compare."""
         try:
-            worker.ask("empty_cache")
-            worker.ask("steps", mode=mode, count=2)
-            self.memory[mode] = worker.ask("memory", mode=mode)
+            part(mode)
         except WorkerError as error:
+            if mode == "native":
+                raise
             self.failed[mode] = str(error)
+            self.steps.pop(mode, None)
             print(f"suite: {mode}: {error}", file=sys.stderr)
-            return False
-        return True
+
+    def _warm(self, mode: str) -> None:
+        """Steps that pin memory and learn, then the peaks."""
+        worker = self._worker(mode)
+        worker.ask("empty_cache")  # what another mode left would count to this one's memory
+        worker.ask("steps", mode=mode, count=2)
+        self.memory[mode] = worker.ask("memory", mode=mode)
 
     def _turn(self, mode: str) -> None:
         worker = self._worker(mode)
-        worker.ask("empty_cache")  # what another mode left would count to this one's memory
+        worker.ask("empty_cache")
         self.steps.setdefault(mode, []).append(
             worker.ask("steps", mode=mode, count=self.pace.steps, **self.pace.lead())
         )
@@ -197,6 +233,19 @@ def main(argv: list[str] | None = None) -> int:
     runs = {name: ModelRun(name, pace, options.simulated) for name in chosen}
     failed: dict[str, str] = {}
     models: dict[str, Any] = {}
+    result = {
+        "device": "not asked",
+        "torch": "not asked",
+        "driver": driver_version(),
+        "pace": dataclasses.asdict(pace),
+        "seconds": 0.0,
+        "asked": options.models,
+        "skipped": skipped,
+        "failed": failed,
+        "models": models,
+    }
+    out = options.out or (None if options.simulated else RESULTS)
+    path: pathlib.Path | None = None
     try:
         for name, run in runs.items():
             model_began = time.perf_counter()
@@ -209,26 +258,21 @@ def main(argv: list[str] | None = None) -> int:
                 failed[name] = str(error)
             run.close()
             print(f"{name}: {time.perf_counter() - model_began:.1f} s", flush=True)
+            result.update({key: run.place[key] for key in ("device", "torch") if key in run.place})
+            result["seconds"] = round(time.perf_counter() - began, 1)
+            if models and out is not None:
+                path = path or result_path(out, result["device"])
+                write_result(path, result)
+                write_result(out / "suite.json", result)
     finally:
         for run in runs.values():
             run.close()
-    place = next((run.place for run in runs.values() if run.place), {})
-    result = {
-        "device": place.get("device", "not asked"),
-        "torch": place.get("torch", "not asked"),
-        "driver": driver_version(),
-        "pace": dataclasses.asdict(pace),
-        "seconds": round(time.perf_counter() - began, 1),
-        "skipped": skipped,
-        "failed": failed,
-        "models": models,
-    }
     for name, model in models.items():
         print_model(name, model)
     for name, reason in {**skipped, **failed}.items():
         print(f"suite: {name}: {reason}", file=sys.stderr)
-    if models and (options.out is not None or not options.simulated):
-        write(options.out or RESULTS, result)
+    if path is not None:
+        draw(path, result)
     return 1 if failed else 0
 
 
@@ -263,13 +307,10 @@ def print_model(name: str, model: dict[str, Any]) -> None:
         print(f"{point['mode']:<16} {numbers} {bound}")
 
 
-def write(folder: pathlib.Path, result: dict[str, Any]) -> None:
-    """The run's own file, the newest under its fixed name, and the plot."""
-    path = result_path(folder, result["device"])
-    write_result(path, result)
-    write_result(folder / "suite.json", result)
+def draw(path: pathlib.Path, result: dict[str, Any]) -> None:
+    """The plot beside the result, where it can be drawn."""
     if plot.available():
-        plot.draw(result, folder / "suite.svg")
+        plot.draw(result, path.with_name("suite.svg"))
     else:
         print(f"matplotlib is missing: plot later with python benchmarks/plot.py {path}")
 

@@ -62,7 +62,7 @@ class Worker:
         if settings.simulated:
             torch.set_num_threads(1)  # tiny models: threads would wait for each other
         self.stagehand = self._install() if settings.ours else None
-        self.pools: dict[str, AbstractContextManager[Any]] = {}
+        self.pools: dict[str, Any] = {}
         self._built: models.Training | None = None
 
     def _install(self) -> Any:
@@ -140,12 +140,19 @@ class Worker:
         return {"start": start, **peaks, "loss": step["loss"], **self._gradient()}
 
     def empty_cache(self) -> dict[str, Any]:
-        """Give back what is mapped and holds nothing."""
+        """Give back what holds nothing, of the device's memory and of what torch has pinned."""
         self._training.zero_grad()
         self._synchronize()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            if hasattr(torch.accelerator, "empty_host_cache"):  # newer torch
+                torch.accelerator.empty_host_cache()
         return {}
+
+    def release_pinned(self) -> dict[str, Any]:
+        """Give back the pinned memory of our pools; what is needed is pinned again."""
+        self._synchronize()
+        return {"bytes": sum(pool.release_pinned() for pool in self.pools.values())}
 
     def link(self, count: int = 5) -> dict[str, Any]:
         """Bytes per second of pinned copies each way, the median of `count`."""
@@ -275,7 +282,8 @@ class Worker:
         if mode == "default" and mode not in self.pools:
             assert self.stagehand is not None
             self.pools[mode] = self.stagehand.pool()
-        return self.pools[mode]
+        pool: AbstractContextManager[Any] = self.pools[mode]
+        return pool
 
     def _gradient(self) -> dict[str, float]:
         """The norm of all gradients: backward's own sums differ in their last bits between runs."""
@@ -337,6 +345,7 @@ class _Marks:
 
 COMMANDS = (
     *("build", "budgets", "modes", "steps", "memory", "empty_cache"),
+    "release_pinned",
     *("link", "saved", "foreign", "pinned", "allocations", "stats"),
 )
 

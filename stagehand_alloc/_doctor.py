@@ -89,26 +89,24 @@ def _pinned_memory(
     return f"{limit}, WITHOUT huge pages, so it is slow to pin: set {huge_pages} to madvise"
 
 
-def _numa(nodes: Path = Path("/sys/devices/system/node")) -> str:
-    found = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
+def _numa() -> str:
+    found = _driver.host_nodes()
     if len(found) < 2:
         return "one node: all host memory is equally near"
-    free = ", ".join(f"{node}: {format_bytes(_free_on(nodes, node))} free" for node in found)
+    free = ", ".join(f"{node}: {format_bytes(_free_on(node))} free" for node in found)
     return f"{len(found)} nodes ({free}); {_attempt(_device_nodes)[1]}"
 
 
-def _free_on(nodes: Path, node: int) -> int:
-    lines = (nodes / f"node{node}" / "meminfo").read_text().splitlines()
+def _free_on(node: int) -> int:
+    lines = (_driver.NODES / f"node{node}" / "meminfo").read_text().splitlines()
     return next((int(line.split()[3]) * 1024 for line in lines if "MemFree:" in line), 0)
 
 
-def _device_nodes(devices: Path = Path("/sys/bus/pci/devices")) -> str:
-    near = []
-    for index in range(_driver.device_count()):
-        path = devices / _driver.pci_bus_id(index).lower() / "numa_node"
-        node = int(path.read_text()) if path.exists() else -1
-        near.append(f"device {index} is near " + (f"node {node}" if node >= 0 else "no known node"))
-    return ", ".join(near)
+def _device_nodes() -> str:
+    return ", ".join(
+        f"device {index} is near " + (f"node {node}" if node >= 0 else "no known node")
+        for index, node in enumerate(_driver.numa_nodes())
+    )
 
 
 def _last_run(path: str) -> str:

@@ -25,7 +25,7 @@ from stagehand_alloc._errors import (
 MINIMUM_VERSION = 12000  # as cuDriverGetVersion counts: 1000 * major + 10 * minor
 _ATTRIBUTE_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _ATTRIBUTE_HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, of CUDA 12.2 and later
-_NODES = Path("/sys/devices/system/node")
+NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM: a null stream is the legacy default one
 _UPDATE = "Install an NVIDIA driver for CUDA 12 or newer (525 or later)."
@@ -110,13 +110,6 @@ def device(index: int) -> Device:
     return Device(index, name, total, bool(_call("cuDeviceGetAttribute", attribute, handle)))
 
 
-def pci_bus_id(index: int) -> str:
-    """Where device ``index`` sits, such as "0000:3B:00.0"."""
-    _initialise()
-    found = _call("cuDeviceGetPCIBusId", 32, _call("cuDeviceGet", index))
-    return str(found.split(b"\0", 1)[0].decode(errors="replace"))
-
-
 def require_virtual_memory(index: int) -> Device:
     """Device ``index``. Raises VirtualMemoryError where the core could not map memory on it."""
     found = device(index)
@@ -128,9 +121,14 @@ def require_virtual_memory(index: int) -> Device:
     return found
 
 
+def host_nodes() -> list[int]:
+    """The host's memory nodes."""
+    return sorted(int(path.name[4:]) for path in NODES.glob("node[0-9]*"))
+
+
 def numa_nodes() -> list[int]:
     """The host's memory node nearest to each device, -1 where unknown; empty with one node only."""
-    if len(list(_NODES.glob("node[0-9]*"))) < 2:
+    if len(host_nodes()) < 2:
         return []
     return [_numa_node(index) for index in range(device_count())]
 

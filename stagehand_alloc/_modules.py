@@ -72,23 +72,23 @@ class ModuleWatch:
                 return
 
 
-def _before(module: nn.Module, arguments: Any) -> None:
+def _watch() -> ModuleWatch | None:
+    """This thread's; none inside torch.compile, for which our list is no part of the program."""
     import torch
 
-    if torch.compiler.is_compiling():  # what is compiled is one piece: our list is no part of it
-        return
-    watch = getattr(_in_this_thread, "watch", None)
-    if watch is not None:
+    if torch.compiler.is_compiling():
+        return None
+    found: ModuleWatch | None = getattr(_in_this_thread, "watch", None)
+    return found
+
+
+def _before(module: nn.Module, arguments: Any) -> None:
+    if (watch := _watch()) is not None:
         watch.began(module)
 
 
 def _after(module: nn.Module, arguments: Any, result: Any) -> None:
-    import torch
-
-    if torch.compiler.is_compiling():
-        return
-    watch = getattr(_in_this_thread, "watch", None)
-    if watch is not None:
+    if (watch := _watch()) is not None:
         watch.ended(module)
 
 

@@ -30,6 +30,7 @@ RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 TIMEOUT_SECONDS = 300
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from harness import driver_version  # noqa: E402
 from source_hash import source_hash  # noqa: E402
 
 ABOUT = """
@@ -141,13 +142,7 @@ def about() -> dict[str, Any]:
     """Device, torch and Python, asked in a process that ends: the runner itself uses no GPU."""
     done = subprocess.run([sys.executable, "-c", ABOUT], capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        smi = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-        found["driver"] = smi.stdout.splitlines()[0].strip()
-    except (OSError, subprocess.SubprocessError):
-        found["driver"] = "unknown"
-    return found
+    return {**found, "driver": driver_version()}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,7 +21,7 @@ sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
 import plot  # noqa: E402
 import suite  # noqa: E402
 import transfers  # noqa: E402
-from harness import Row  # noqa: E402
+from harness import Row, Worker  # noqa: E402
 from measures import (  # noqa: E402
     GIB,
     Budget,
@@ -175,6 +180,98 @@ def test_the_suite_writes_a_numbered_result_the_newest_one_and_a_plot(
     assert suite.result_path(tmp_path, "CPU").name == "suite-cpu-2.json"
 
 
+Sent = list[tuple[str, str, Any]]  # the worker's name, the command, its mode
+
+
+def listen(monkeypatch: pytest.MonkeyPatch, before: Callable[[Worker, str, Any], None]) -> Sent:
+    """What is asked of workers from here on; `before` is called with each before it is sent."""
+    sent: Sent = []
+    send = Worker.send
+
+    def heard(worker: Worker, command: str, **arguments: Any) -> None:
+        before(worker, command, arguments.get("mode"))
+        sent.append((worker.name, command, arguments.get("mode")))
+        send(worker, command, **arguments)
+
+    monkeypatch.setattr(Worker, "send", heard)
+    return sent
+
+
+def kill(worker: Worker) -> None:
+    os.kill(worker._process.pid, signal.SIGKILL)
+    while worker.alive:
+        time.sleep(0.001)
+
+
+def test_the_suite_goes_on_where_a_variant_ends_its_process(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(worker: Worker, command: str, mode: Any) -> None:
+        if command == "memory" and mode in ("save_on_cpu", "ours:0.5"):
+            kill(worker)
+
+    sent = listen(monkeypatch, before)
+    code = suite.main(["--simulated", "--model", "adapters", "--out", str(tmp_path)])
+    assert code == 0
+    result = json.loads((tmp_path / "suite-cpu-1.json").read_text())
+    assert result["asked"] == ["adapters"]
+    model = result["models"]["adapters"]
+    assert set(model["unavailable"]) == {"save_on_cpu", "ours:0.5"}
+    assert "host memory ran out" in model["unavailable"]["save_on_cpu"]
+    modes = {point["mode"] for point in model["points"]}
+    assert {"native", "checkpoint:1.0", "ours:0.6", "ours:0.35"} <= modes
+    assert not modes & {"save_on_cpu", "ours:0.5"}
+    # Plain torch never runs beside pinned memory of ours that holds nothing.
+    pinned = False
+    for name, command, _ in sent:
+        if name == "adapters ours":
+            pinned = command != "release_pinned" and (pinned or command in ("steps", "memory"))
+        assert not (pinned and name == "adapters torch" and command in ("steps", "memory"))
+
+
+def test_the_suite_has_written_the_models_before_the_one_that_fails(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def before(worker: Worker, command: str, mode: Any) -> None:
+        if worker.name == "gpt torch" and command == "modes":
+            written.append(json.loads((tmp_path / "suite-cpu-1.json").read_text()))
+            kill(worker)
+
+    listen(monkeypatch, before)
+    code = suite.main(["--simulated", "--model", "adapters,gpt", "--out", str(tmp_path)])
+    assert code == 1
+    assert list(written[0]["models"]) == ["adapters"]
+    assert written[0]["asked"] == ["adapters", "gpt"]
+    result = json.loads((tmp_path / "suite-cpu-1.json").read_text())
+    assert result == json.loads((tmp_path / "suite.json").read_text())
+    assert list(result["models"]) == ["adapters"]
+    assert "host memory ran out" in result["failed"]["gpt"]
+    assert not (tmp_path / "suite-cpu-2.json").exists()
+
+
+def test_a_dead_worker_can_be_closed_with_a_command_it_never_read() -> None:
+    settings = {"ours": False, "model": "gpt", "shape": {}, "simulated": True}
+    worker = Worker("torch", settings)
+    kill(worker)
+    assert worker._process.stdin is not None
+    worker._process.stdin.write("half a line")
+    worker.hang_up()
+    assert worker.close() == -signal.SIGKILL
+    assert worker.close() == -signal.SIGKILL
+
+
+def test_results_of_several_calls_give_one_plot() -> None:
+    place = {"device": "H100", "torch": "2.13"}
+    both = plot.together([{**place, "models": {"gpt": 1}}, {**place, "models": {"vit": 2}}])
+    assert both["models"] == {"gpt": 1, "vit": 2}
+    with pytest.raises(ValueError, match="gpt: measured in more than one"):
+        plot.together([{**place, "models": {"gpt": 1}}, {**place, "models": {"gpt": 2}}])
+    with pytest.raises(ValueError, match="different places"):
+        plot.together([{**place, "models": {}}, {**place, "torch": "2.12", "models": {}}])
+
+
 def test_micro_times_every_call_and_counts_what_it_names(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "micro.json"
     done = run("micro.py", "--simulated", "--out", str(out))
@@ -183,6 +280,8 @@ def test_micro_times_every_call_and_counts_what_it_names(tmp_path: pathlib.Path)
     for call in ("alloc, hit", "free, hit", "pack, hit", "unpack, hit", "alloc, grow"):
         assert calls[call]["ours"]["p50"] > 0
         assert calls[call]["torch"]["p50"] > 0
+    assert calls["pack, hit"]["ours"]["events"] == 1
+    assert calls["unpack, hit"]["ours"]["events"] == 1
     assert calls["alloc, evict one"]["ours"]["events"] == 1
     assert calls["alloc, evict many"]["ours"]["events"] > 1
     assert calls["unpack, restore"]["ours"]["events"] > 0

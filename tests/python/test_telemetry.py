@@ -245,11 +245,23 @@ def test_numa_says_which_node_each_device_is_near(
         )
     (tmp_path / "0000:3b:00.0").mkdir()
     (tmp_path / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    answers = {
+        "cuDeviceGet": 7,
+        "cuDeviceGetAttribute": -1,  # as of a driver that does not know
+        "cuDeviceGetPCIBusId": b"0000:3B:00.0\0\0",
+    }
+    monkeypatch.setattr(_driver, "_call", lambda function, *arguments: answers[function])
     monkeypatch.setattr(_driver, "device_count", lambda: 1)
-    monkeypatch.setattr(_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
-    assert _doctor._device_nodes(tmp_path) == "device 0 is near node 1"
-    assert _doctor._numa(tmp_path).startswith("2 nodes (0: 1.00 GiB free, 1: 2.00 GiB free); ")
-    assert "one node" in _doctor._numa(tmp_path / "none")
+    monkeypatch.setattr(_driver, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(_driver, "NODES", tmp_path)
+    nodes = "2 nodes (0: 1.00 GiB free, 1: 2.00 GiB free); "
+    assert _doctor._numa() == nodes + "device 0 is near node 1"
+    answers["cuDeviceGetAttribute"] = 0
+    assert _doctor._numa() == nodes + "device 0 is near node 0"
+    answers.update({"cuDeviceGetAttribute": -1, "cuDeviceGetPCIBusId": b"elsewhere"})
+    assert _doctor._numa() == nodes + "device 0 is near no known node"
+    monkeypatch.setattr(_driver, "NODES", tmp_path / "none")
+    assert "one node" in _doctor._numa()
 
 
 @pytest.mark.parametrize(("mode", "good"), [("always [madvise] never", True), ("[never]", False)])
