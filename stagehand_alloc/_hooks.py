@@ -45,10 +45,13 @@ def make_hooks(
 def keep(tensor: Tensor) -> None:
     """Leave the tensor's storage on the GPU: nothing saved over it is tagged from now on."""
     device = tensor.device.index or 0
-    if not _driver.native().keep(device, tensor.data_ptr()):
+    # Where its storage begins; a Python object of the storage would keep it on the GPU for good.
+    first = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    if not _driver.native().keep(device, first):
         raise StagehandError(
-            "keep() was given a tensor whose memory is not the process allocator's.",
-            "Give it a tensor made on the GPU after the allocator was installed.",
+            "keep() was given a tensor whose memory is not of an allocator that is in use here.",
+            "Give it a tensor made on the GPU, inside the pool or after the allocator was "
+            "installed.",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 import weakref
@@ -11,12 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagehand_alloc import _driver, _install, _stats, _telemetry, _trouble
+from stagehand_alloc import _driver, _install, _modes, _stats, _telemetry, _trouble
 from stagehand_alloc._config import Budget, Config, Size, load_config, parse_size, resolve_budget
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
-    ModeError,
     NestedPoolError,
     PoolThreadError,
     SizeError,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from stagehand_alloc._hooks import SavedTensorInfo
 
     KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
-
-_MODES = ("allocator", "mempool", "native")
 
 _registry_lock = threading.Lock()
 _active: dict[int, Pool] = {}  # device -> the pool entered on it; guarded by _registry_lock
@@ -58,7 +56,11 @@ class Pool:
         sizes: tuple[Size | None, Size | None, Size | None],
         keep: KeepPredicate | None,
         device: DeviceLike,
+        mode: _modes.Mode | None = None,
     ) -> None:
+        self._mode_asked = mode
+        self._mode: _modes.Mode | None = None  # known from the first entry on
+        self._mem_pool: Any = None
         self._config = config
         self._sizes = sizes
         self._keep = keep
@@ -81,14 +83,13 @@ class Pool:
         if not self._config.enabled:
             return self
         _driver.check_process()
-        if not _install.is_installed():
-            raise ModeError(
-                "pool() was entered, but the process allocator is not installed.",
-                f"Put these two lines before the first use of CUDA:\n{_install.TWO_LINES}",
-            )
+        mode = _modes.resolve(self._mode_asked)
         with ExitStack() as stack:
             device, budget = self._claim(stack)
             native = _driver.native()
+            self._mode = mode
+            if mode != "allocator":
+                _modes.reach_torch(device, self._config)
             _trouble.look(device)  # the backward of the step before
             _configure_pinned(native, self._config)
             self._configure_lanes(native, device)
@@ -97,6 +98,7 @@ class Pool:
             _trouble.begin(device, budget.high)
             native.set_budget(device, budget.high, budget.low, budget.limit)
             stack.callback(native.clear_budget, device)
+            self._enter_torch(stack, device, budget)
             self._enter_hooks(stack)
             self._stack = stack.pop_all()
         return self
@@ -126,7 +128,17 @@ class Pool:
             return PoolStats()
         _trouble.look(self._device)
         found = _stats.stats(self._device).since(self._start)
+        found = dataclasses.replace(found, mode=self._mode or "", trigger=_modes.trigger().state)
         return _stats.with_passed_through(found, self._passed_through())
+
+    @property
+    def mem_pool(self) -> Any:
+        """The torch.cuda.MemPool of mode "mempool", from the first entry on; None in others.
+
+        For what torch does with one: registering its segments, a snapshot of it. It goes with the
+        Pool: its memory then serves the next one.
+        """
+        return self._mem_pool
 
     def limits(
         self,
@@ -193,6 +205,9 @@ class Pool:
     def _resolve(self) -> tuple[int, Budget]:
         """Device and budget, worked out once. Raises SizeError."""
         if self._device is None or self._budget is None:
+            if not _install.is_installed():
+                _driver.start()
+                _start_torch()
             device = 0 if _install.is_simulated() else _stats.device_index(self._device_asked)
             total = _driver.require_virtual_memory(device).total
             self._budget = resolve_budget(*self._sizes, total)
@@ -233,6 +248,17 @@ class Pool:
             self._thread = None
             _in_this_thread.pool = None
 
+    def _enter_torch(self, stack: ExitStack, device: int, budget: Budget) -> None:
+        """What the modes on torch's own allocator enter beside the hooks."""
+        if self._mode == "mempool":
+            if self._mem_pool is None:
+                self._mem_pool = _modes.make_mem_pool()
+            stack.enter_context(_modes.allocate_from(self._mem_pool, device))
+        elif self._mode == "native":
+            total = _driver.device(device).total
+            limit = None if self._sizes[2] is None else budget.limit
+            stack.enter_context(_modes.limited(device, limit, total))
+
     def _enter_hooks(self, stack: ExitStack) -> None:
         from torch.autograd.graph import saved_tensors_hooks
 
@@ -268,7 +294,9 @@ def pool(
         low: eviction goes on until occupied memory is at or below this. Default: 8/9 of ``high``,
             and no more than 0.80 of ``limit``.
         limit: beyond this ``torch.OutOfMemoryError`` is raised. Default: the device.
-        mode: "allocator", which is also the default.
+        mode: "allocator", the process allocator, which is the default where it is installed;
+            "native", torch's own caching allocator as it is, which is the default elsewhere;
+            "mempool", the same with a torch.cuda.MemPool of ours around the `with`.
         config: further settings: a Config, a dict, or a file for `load_config`. The arguments
             here win over it.
         keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
@@ -279,13 +307,7 @@ def pool(
     available. The device's own size is checked here once the allocator is installed, and at the
     ``with`` at the latest.
     """
-    if mode is not None and mode not in _MODES:
-        raise ModeError(f"There is no mode {mode!r}.", 'Use mode="allocator", or leave it out.')
-    if mode in ("mempool", "native"):
-        raise ModeError(
-            f"mode={mode!r} is not available yet.",
-            f'Use mode="allocator", with these two lines at the start:\n{_install.TWO_LINES}',
-        )
+    known_mode = _modes.check(mode)
     if keep is not None and not callable(keep):
         raise ConfigError(
             f"keep={keep!r} cannot be called.",
@@ -301,7 +323,7 @@ def pool(
         if size is not None:
             parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
     _check_order(*sizes)
-    return Pool(settings, sizes, keep, device)
+    return Pool(settings, sizes, keep, device, known_mode)
 
 
 def keep(tensor: Tensor) -> Tensor:
@@ -318,8 +340,6 @@ def keep(tensor: Tensor) -> Tensor:
 def _settings(
     config: Config | dict[str, Any] | str | Path | None, telemetry: bool | str | Path | None
 ) -> Config:
-    import dataclasses
-
     settings = (
         config if isinstance(config, Config) else load_config({} if config is None else config)
     )
@@ -336,6 +356,13 @@ def _settings(
             f"These settings have no effect in this version: {', '.join(unused)}.", stacklevel=3
         )
     return settings
+
+
+def _start_torch() -> None:
+    """The trigger library and the device's number need torch's CUDA initialised."""
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
 
 
 def _is_zero(size: object) -> bool:

@@ -51,6 +51,8 @@ class PoolStats:
     """
 
     device: int = 0
+    mode: str = ""  # "allocator", "mempool" or "native"; of a Pool that was entered
+    trigger: str = ""  # "loaded", or why room is made at packs and unpacks; see the doctor
     # now
     mapped: int = 0
     occupied: int = 0
@@ -107,6 +109,7 @@ class PoolStats:
     pool_hits: int = 0
     pool_misses: int = 0
     pageable_copies: int = 0
+    misses: int = 0  # of torch's own cache while a budget was armed
     # saved tensors that autograd was handed back as they are, by reason
     passed_through: Mapping[str, int] = field(default_factory=dict)
 
@@ -144,7 +147,7 @@ class PoolStats:
 COUNTERS = tuple(
     f.name
     for f in dataclasses.fields(PoolStats)
-    if f.name not in (*PEAKS, *_GAUGES, "device", "passed_through")
+    if f.name not in (*PEAKS, *_GAUGES, "device", "mode", "trigger", "passed_through")
 )
 _NATIVE_NAMES = frozenset(f.name for f in dataclasses.fields(PoolStats)) - {"device", "plan_state"}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import _driver, _install, testing
+from stagehand_alloc import _driver, _install, _modes, testing
 
 if TYPE_CHECKING:
     from stagehand_alloc.testing import SimulatedGpu
@@ -78,11 +78,21 @@ def test_texts_are_checked_without_a_device_too() -> None:
 # --- modes and installation
 
 
+def test_the_process_allocators_mode_without_it_names_the_two_lines() -> None:
+    pool = stagehand_alloc.pool(high="1GiB", mode="allocator")
+    with pytest.raises(stagehand_alloc.ModeError) as caught, pool:
+        pass
+    assert _install.TWO_LINES in two_lines(caught.value)
+
+
 @pytest.mark.parametrize("mode", ["mempool", "native"])
-def test_modes_of_later_versions_say_so(mode: str) -> None:
-    with pytest.raises(stagehand_alloc.ModeError, match="not available yet") as caught:
-        stagehand_alloc.pool(mode=mode)
-    assert "change_current_allocator(stagehand_alloc.allocator())" in two_lines(caught.value)
+def test_the_other_modes_under_the_process_allocator_are_refused(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_install, "is_installed", lambda: True)
+    with pytest.raises(stagehand_alloc.ModeError, match="process allocator is installed") as caught:
+        _modes.resolve(_modes.check(mode))
+    assert 'mode="allocator"' in two_lines(caught.value)
 
 
 def test_an_unknown_mode_is_named() -> None:
@@ -90,11 +100,13 @@ def test_an_unknown_mode_is_named() -> None:
         stagehand_alloc.pool(mode="fast")
 
 
-def test_a_pool_before_the_allocator_names_the_two_lines() -> None:
-    pool = stagehand_alloc.pool(high="1GiB")
-    with pytest.raises(stagehand_alloc.ModeError) as caught, pool:
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+@pytest.mark.parametrize("mode", ["mempool", "native", None])
+def test_a_pool_on_torchs_own_allocator_needs_a_cuda_build(mode: str | None) -> None:
+    pool = stagehand_alloc.pool(high="1GiB", mode=mode)
+    with pytest.raises(stagehand_alloc.NoCudaBuildError, match="without CUDA") as caught, pool:
         pass
-    assert _install.TWO_LINES in two_lines(caught.value)
+    assert "simulated_gpu" in two_lines(caught.value)
 
 
 def test_a_disabled_pool_does_nothing_and_needs_nothing() -> None:

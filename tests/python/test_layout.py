@@ -16,7 +16,7 @@ MAY_INCLUDE = {
     "core": {"core", "driver"},
     "sim": {"sim", "driver"},
     "entry": {"entry", "core", "driver"},
-    "torch_hook": {"torch_hook"},
+    "torch_hook": {"torch_hook", "core"},
 }
 # Headers that are not the standard library's nor ours, and the one folder each is for.
 FOREIGN = {

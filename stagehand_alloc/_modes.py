@@ -1,0 +1,144 @@
+"""The ways in: the process allocator, or torch's own caching allocator ("native", "mempool").
+
+docs/decisions/0011-modes.md says when to use which, and by what figures the default was chosen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from stagehand_alloc import _driver, _install, _trigger
+from stagehand_alloc._config import Config
+from stagehand_alloc._errors import ModeError, NoCudaBuildError
+from stagehand_alloc._trigger import Trigger
+
+Mode = Literal["allocator", "mempool", "native"]
+
+MODES: tuple[Mode, ...] = ("allocator", "mempool", "native")
+WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
+
+_lock = threading.Lock()
+_trigger_found: Trigger | None = None  # by which torch's allocator was reached; once per process
+_segments: Any = None  # torch's allocator object around the entry points for MemPool segments
+
+
+def check(mode: str | None) -> Mode | None:
+    """``mode`` as `pool` takes it. Raises ModeError for a name there is none of."""
+    if mode is None:
+        return None
+    for known in MODES:
+        if mode == known:
+            return known
+    raise ModeError(
+        f"There is no mode {mode!r}.", 'Use "allocator", "mempool" or "native", or leave it out.'
+    )
+
+
+def resolve(asked: Mode | None) -> Mode:
+    """The mode of a pool entered now. Raises ModeError where the one asked for is not there."""
+    if _install.is_installed():
+        if asked in ("mempool", "native"):
+            raise ModeError(
+                f"mode={asked!r} was asked for, but the process allocator is installed: torch's own "
+                "caching allocator is out of use, and MemPools are refused.",
+                'Leave out change_current_allocator, or use mode="allocator".',
+            )
+        return "allocator"
+    if asked == "allocator":
+        raise ModeError(
+            'mode="allocator" was asked for, but the process allocator is not installed.',
+            f"Put these two lines before the first use of CUDA:\n{_install.TWO_LINES}",
+        )
+    _check_torch()
+    return asked or WITHOUT_INSTALLING
+
+
+def trigger() -> Trigger:
+    """By what the engine learns that torch's cache has run out."""
+    return _trigger.NOT_NEEDED if _trigger_found is None else _trigger_found
+
+
+def reach_torch(device: int, config: Config) -> None:
+    """Make ``device``'s saved tensors torch's own storages from here on.
+
+    The first call of the process loads the trigger library, which it may have to build.
+    """
+    global _trigger_found
+    native = _driver.native()
+    with _lock:
+        if _trigger_found is None:
+            found = _trigger.load(
+                config, use=lambda address: str(native.use_torch_side(address, device))
+            )
+            if found.state != "loaded":
+                native.use_python_side()
+            _trigger_found = found
+        native.enter_torch(device)
+
+
+def make_mem_pool() -> Any:
+    """A torch.cuda.MemPool whose segments come from the core."""
+    import torch
+
+    global _segments
+    with _lock:
+        if _segments is None:
+            points = _driver.native().entry_points()
+            _segments = torch._C._cuda_customAllocator(
+                points["segment_alloc"], points["segment_free"]
+            )
+    return torch.cuda.MemPool(_segments)
+
+
+@contextmanager
+def allocate_from(mem_pool: Any, device: int) -> Iterator[None]:
+    """This thread's allocations come from ``mem_pool``, and the core knows."""
+    import torch
+
+    native = _driver.native()
+    with torch.cuda.use_mem_pool(mem_pool, device=device):
+        native.set_torch_pool(device, *mem_pool.id)
+        try:
+            yield
+        finally:
+            native.set_torch_pool(device, 0, 0)
+
+
+@contextmanager
+def limited(device: int, limit: int | None, total: int) -> Iterator[None]:
+    """torch's own limit on what it reserves, for as long as the pool is entered.
+
+    Rounded down to what torch counts in: a fraction of the device.
+    """
+    import torch
+
+    if limit is None:
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, limit / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _check_torch() -> None:
+    import torch
+
+    if torch.version.cuda is None:
+        raise NoCudaBuildError(
+            f"pool() was entered, but torch {torch.__version__} was built without CUDA.",
+            "Install a CUDA build of torch; without a GPU, use "
+            "stagehand_alloc.testing.simulated_gpu().",
+        )
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":
+        raise ModeError(
+            f"pool() was entered, but torch allocates through its {backend!r} backend.",
+            "Leave that out of PYTORCH_ALLOC_CONF or change_current_allocator, or install the "
+            f"process allocator:\n{_install.TWO_LINES}",
+        )
