@@ -22,6 +22,7 @@ WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 
 _lock = threading.Lock()
 _trigger_found: Trigger | None = None  # by which torch's allocator was reached; once per process
+_fractions: dict[int, float] = {}  # device -> torch's memory fraction before a pool set it
 _segments: Any = None  # torch's allocator object around the entry points for MemPool segments
 
 
@@ -42,8 +43,8 @@ def resolve(asked: Mode | None) -> Mode:
     if _install.is_installed():
         if asked in ("mempool", "native"):
             raise ModeError(
-                f"mode={asked!r} was asked for, but the process allocator is installed: torch's own "
-                "caching allocator is out of use, and MemPools are refused.",
+                f"mode={asked!r} was asked for, but the process allocator is installed: torch's "
+                "own caching allocator is out of use, and MemPools are refused.",
                 'Leave out change_current_allocator, or use mode="allocator".',
             )
         return "allocator"
@@ -107,23 +108,21 @@ def allocate_from(mem_pool: Any, device: int) -> Iterator[None]:
             native.set_torch_pool(device, 0, 0)
 
 
-@contextmanager
-def limited(device: int, limit: int | None, total: int) -> Iterator[None]:
-    """torch's own limit on what it reserves, for as long as the pool is entered.
+def set_limit(device: int, limit: int | None, total: int) -> None:
+    """torch's own limit on what it reserves, from here on; None takes back what we set.
 
-    Rounded down to what torch counts in: a fraction of the device.
+    It is a fraction of the device for torch, so a few bytes below ``limit`` may be refused already.
     """
     import torch
 
-    if limit is None:
-        yield
-        return
-    before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(before, limit / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+    with _lock:
+        if limit is None and device not in _fractions:
+            return
+        before = _fractions.setdefault(device, torch.cuda.get_per_process_memory_fraction(device))
+        wanted = before if limit is None else min(before, limit / total)
+        torch.cuda.set_per_process_memory_fraction(wanted, device)
+        if limit is None:
+            del _fractions[device]
 
 
 def _check_torch() -> None:

@@ -257,7 +257,7 @@ class Pool:
         elif self._mode == "native":
             total = _driver.device(device).total
             limit = None if self._sizes[2] is None else budget.limit
-            stack.enter_context(_modes.limited(device, limit, total))
+            _modes.set_limit(device, limit, total)  # backward, after the `with`, is inside it too
 
     def _enter_hooks(self, stack: ExitStack) -> None:
         from torch.autograd.graph import saved_tensors_hooks

@@ -126,7 +126,7 @@ void CacheMap::add_segment(const CacheEvent& event) {
       remove_hole(joined->second, end - std::min(begin, end));
       joined->second.bytes += event.bytes;
       add_hole(joined->second, end + event.bytes - std::min(begin, end));
-      releasable_ += event.bytes;
+      releasable_ += joined->second.releasable ? event.bytes : 0;
       return;
     }
   }
@@ -134,10 +134,11 @@ void CacheMap::add_segment(const CacheEvent& event) {
   segment.bytes = event.bytes;
   segment.owner = {event.stream, {event.pool[0], event.pool[1]}};
   segment.expandable = event.kind == CacheEvent::mapped;
+  segment.releasable = segment.owner.pool == Owner{}.pool;
   segment.small = event.bytes <= kSmallBuffer && !segment.expandable;
   segments_[event.address] = segment;
   add_hole(segment, segment.bytes);
-  releasable_ += segment.bytes;
+  releasable_ += segment.releasable ? segment.bytes : 0;
 }
 
 // Only free memory goes back, but of an expandable segment it may be a part.
@@ -147,7 +148,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
     return;
   }
   usage_.reserved -= std::min(usage_.reserved, event.bytes);
-  releasable_ -= std::min(releasable_, event.bytes);
+  releasable_ -= found->second.releasable ? std::min(releasable_, event.bytes) : 0;
   const Address base = found->first;
   const Segment segment = found->second;
   Address begin = 0;
@@ -186,10 +187,8 @@ void CacheMap::allocate(const CacheEvent& event) {
     return;
   }
   Segment& segment = found->second;
-  if (segment.live == 0 && !segment.expandable) {
-    releasable_ -= std::min(releasable_, segment.bytes);
-  } else if (segment.expandable) {
-    releasable_ -= std::min(releasable_, bytes);
+  if (segment.releasable && (segment.expandable || segment.live == 0)) {
+    releasable_ -= std::min(releasable_, segment.expandable ? bytes : segment.bytes);
   }
   segment.live += bytes;
   if (segment.small) {
@@ -231,10 +230,8 @@ void CacheMap::free(const CacheEvent& event) {
   }
   Segment& segment = found->second;
   segment.live -= std::min(segment.live, bytes);
-  if (segment.expandable) {
-    releasable_ += bytes;
-  } else if (segment.live == 0) {
-    releasable_ += segment.bytes;
+  if (segment.releasable && (segment.expandable || segment.live == 0)) {
+    releasable_ += segment.expandable ? bytes : segment.bytes;
   }
 }
 
@@ -324,13 +321,13 @@ void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
     const bool mine = segment.owner == owner;
     for (auto live = lives_.lower_bound(base); live != lives_.end() && live->first < end; ++live) {
       if (live->first > at) {
-        stretches->push_back({at, live->first - at, true, at == base, mine});
+        stretches->push_back({at, live->first - at, true, at == base, mine, segment.releasable});
       }
       stretches->push_back({live->first, live->second, false, live->first == base, mine});
       at = live->first + live->second;
     }
     if (at < end) {
-      stretches->push_back({at, end - at, true, at == base, mine});
+      stretches->push_back({at, end - at, true, at == base, mine, segment.releasable});
     }
   }
 }

@@ -38,7 +38,8 @@ class CacheMap {
     Bytes bytes = 0;
     bool hole = false;
     bool begins_segment = false;
-    bool of_owner = false;  // of the owner asked for
+    bool of_owner = false;    // of the owner asked for
+    bool releasable = false;  // its segment goes back to the driver when asked, once it is free
   };
 
   void apply(const CacheEvent& event);
@@ -65,7 +66,8 @@ class CacheMap {
   // The largest hole of a segment for large blocks: of one stream, or of any.
   Bytes largest_hole(driver::Stream stream);
   Bytes largest_hole();
-  // Bytes in segments that are wholly free: what release_cached gives back.
+  // Bytes in segments that are wholly free: what release_cached gives back. Not those of a MemPool,
+  // which keeps its segments until it is gone.
   Bytes releasable();
   // All segments for large blocks, walked.
   void walk(const Owner& owner, std::vector<Stretch>* stretches);
@@ -80,6 +82,7 @@ class CacheMap {
     Owner owner;
     bool small = false;
     bool expandable = false;
+    bool releasable = false;
     Bytes live = 0;
   };
   using Segments = std::map<Address, Segment>;

@@ -250,8 +250,10 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   const driver::ContextGuard guard(table_, context_);
   if (held_ != nullptr) {
     refresh();
+    plan_.requested(cache_->take_largest_request());
     poll_owners(kPolled);
-    leave_later();
+    leave_later(lock);
+    record = ledger_.find(id);  // the lock may have been given up, the handle is the caller's
   }
   if (counters_.evicted > 0) {
     Tick tick;

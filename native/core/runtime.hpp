@@ -192,7 +192,7 @@ class Runtime {
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
   Evicted evict_window(const Window& window, bool squeeze, Bytes* missing);
   bool helped(Lock& lock, Evicted result, Bytes missing, bool* squeeze);
-  Record* last_needed(bool small_first);
+  Record* last_needed(bool small_first, bool of_mem_pools = true);
   Evicted evict(Record& record, bool squeeze, Bytes* missing);
   bool copy_out(Record& record);
   bool write_back(Record& record);
@@ -221,13 +221,15 @@ class Runtime {
   void refresh();
   void let_go(Block* block);
   void orphan(Block* block);
+  Block* adopt(HeldStorage held, const CacheMap::Owner& owner);
   void watch(Record& record);
   void poll_owners(std::size_t most);
   Block* make_again(Lock& lock, Record& record, Status* status);
   bool prefetch_held(Lock& lock, Record& record, Bytes bytes);
   void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner);
   void evict_down(Lock& lock);
-  void leave_later();
+  void leave_later(Lock& lock);
+  bool wait_for_copy(Lock& lock, Record& record);
   Bytes trim_torch();
   Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp

@@ -77,6 +77,7 @@ void Runtime::set_budget(const Budget& budget) {
     target = ceiling();  // what the step is known to need again stays
     if (held_ != nullptr) {
       cache_->set_mark(budget.high);
+      cache_->take_largest_request();  // of what ran between two steps
       refresh();
       if (counters_.mapped <= target || cache_->releasable() == 0) {
         return;

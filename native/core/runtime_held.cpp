@@ -144,6 +144,14 @@ void Runtime::poll_owners(std::size_t most) {
   }
 }
 
+Block* Runtime::adopt(HeldStorage held, const CacheMap::Owner& owner) {
+  held.stream = owner.stream;
+  Block* block = held_->adopt(held);
+  block->serial = ++serial_;
+  block->in_mem_pool = owner.pool != CacheMap::Owner{}.pool;
+  return block;
+}
+
 Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
                          Address first, Address last) {
   const Departing departing(*this);
@@ -173,10 +181,7 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
         std::find(torch_pools_.begin(), torch_pools_.end(), owner.pool) == torch_pools_.end()) {
       return {Refusal::private_pool, {}, 0};
     }
-    HeldStorage placed = held;
-    placed.stream = owner.stream;
-    block = held_->adopt(placed);
-    block->serial = ++serial_;
+    block = adopt(held, owner);
   } else if (block->state == BlockState::retained) {
     block->arena->set_state(block, BlockState::live);
     counters_.release_retained(block->size);
@@ -189,7 +194,7 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   }
   watch(*block->record);
   poll_owners(kPolledAtSave);
-  leave_later();
+  leave_later(lock);
   if (debug_.evict_everything) {
     evict_all(lock);
   }
@@ -213,9 +218,7 @@ Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
     return nullptr;
   }
   refresh();
-  Block* block = held_->adopt(held);
-  block->serial = ++serial_;
-  return block;
+  return adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
 }
 
 // Only into a hole that is there, or below the ceiling; torch is told not to make room for it.
@@ -234,8 +237,8 @@ bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
     return false;
   }
   refresh();
-  Block* block = held_->adopt(held);
-  block->serial = ++serial_;
+  Block* block =
+      adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
   Record* still = ledger_.find(id);
   if (still == nullptr || still->block != nullptr || still->copying || !still->clean()) {
     give_back(block);
@@ -295,7 +298,7 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
     if (stretch.begins_segment) {
       whole += only_idle ? idle : 0;
       idle = 0;
-      only_idle = true;
+      only_idle = stretch.releasable;
       candidates_.push_back({Candidate::Kind::wall, 0, 0});
       candidate_blocks_.push_back(nullptr);
     }
@@ -346,7 +349,8 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner)
       t_release = !fits_under(counters_.mapped, growth, ceiling());
       counters_.host_waits += t_release ? 1 : 0;
       return;
-    } else if (Record* last = last_needed(false); last != nullptr) {
+    } else if (Record* last = last_needed(false, owner.pool != CacheMap::Owner{}.pool);
+               last != nullptr) {
       result = evict(*last, squeeze, &missing);
     }
     if (!helped(lock, result, missing, &squeeze)) {
@@ -371,20 +375,68 @@ void Runtime::evict_down(Lock& lock) {
   }
 }
 
-// Without the trigger: what has been copied out leaves at the next pack or unpack.
-void Runtime::leave_later() {
+// Without the trigger, at a pack or unpack: what has been copied out leaves down to `low`. Above
+// `high` the host waits for copies, since torch has grown already. Which stream torch hands a block
+// out on is not known here, so only the host can tell that nothing reads it any more.
+void Runtime::leave_later(Lock& lock) {
   if (held_->side().triggers != 0 || !budget_.armed) {
     return;
   }
-  Bytes missing = 0;
-  for (Record* r = ledger_.oldest(); r != nullptr && counters_.occupied > budget_.low;) {
-    Record& record = *r;
-    r = r->newer;
-    if (record.evictable() && record.clean() && !record.asked &&
-        clocks_.at(record.copy.written.clock).passed(record.copy.written.seq)) {
-      evict(record, false, &missing);
+  bool squeeze = false;
+  while (counters_.occupied > budget_.low) {
+    Record* record = last_needed(false);
+    if (record == nullptr) {
+      return;
+    }
+    if (!record->clean()) {
+      Bytes missing = 0;
+      if (!take_slabs(*record, squeeze, &missing)) {
+        if (counters_.occupied > budget_.high &&
+            helped(lock, Evicted::needs_slab, missing, &squeeze)) {
+          continue;
+        }
+        return;
+      }
+      if (!copy_out(*record)) {
+        return;
+      }
+    }
+    const Tick written = record->copy.written;
+    if (!clocks_.at(written.clock).passed(written.seq)) {
+      if (counters_.occupied <= budget_.high || !wait_for_copy(lock, *record)) {
+        return;
+      }
+      continue;  // it may be in use again
+    }
+    Bytes missing = 0;
+    if (evict(*record, false, &missing) != Evicted::yes) {
+      return;
     }
   }
+}
+
+// Waits, without the lock, until the record's copy out is done. False where that cannot be told.
+bool Runtime::wait_for_copy(Lock& lock, Record& record) {
+  const Tick written = record.copy.written;
+  driver::Event event = nullptr;
+  Seq actual = 0;
+  if (clocks_.at(written.clock).event_for(written.seq, &event, &actual) != Status::ok) {
+    return false;
+  }
+  record.copying = true;
+  ++counters_.host_waits;
+  lock.unlock();
+  RankedMutex::expect_none_held();
+  const bool done = table_.event_synchronize(event) == driver::kSuccess;
+  lock.lock();
+  record.copying = false;
+  if (std::exchange(record.outdated, false)) {
+    release_copy(record);
+  }
+  if (record.handles == 0) {
+    end_record(record);
+  }
+  return done;
 }
 
 Bytes Runtime::trim_torch() {
@@ -439,6 +491,7 @@ Address Runtime::segment(Bytes bytes, driver::Stream stream) {
     return 0;
   }
   segment_counters_.occupy(block->size);
+  block->owned_by_torch = true;
   return block->address;
 }
 
@@ -447,6 +500,7 @@ void Runtime::free_segment(Address address) {
   Block* block = segments_ != nullptr ? segments_->find(address) : nullptr;
   if (block != nullptr && block->state == BlockState::live) {
     segment_counters_.vacate(block->size);
+    block->owned_by_torch = false;
     block->idle_from = block->arena->clock.upcoming();
     segments_->give(block);
   }

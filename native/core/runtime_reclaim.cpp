@@ -10,7 +10,7 @@ namespace stagehand::core {
 
 namespace {
 constexpr Bytes kSmallVictims = 16_MiB;  // leave together
-constexpr Bytes kFreeAhead = 64_MiB;     // what a plan keeps free for the next requests
+constexpr Bytes kFreeAhead = 16_MiB;     // what a plan keeps free for the next requests
 }  // namespace
 
 // Where growth stops before anything is evicted: `high`, unless the step is known to need more live
@@ -154,11 +154,11 @@ Runtime::Evicted Runtime::evict_window(const Window& window, bool squeeze, Bytes
 
 // The evictable record whose next use is farthest; where nobody knows, the oldest. Records in small
 // arenas free pieces for a large request only when whole pieces come free: last.
-Record* Runtime::last_needed(bool small_first) {
+Record* Runtime::last_needed(bool small_first, bool of_mem_pools) {
   Record* found[2] = {nullptr, nullptr};  // of small arenas, of others
   Plan::Use latest[2] = {0, 0};
   for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
-    if (!r->evictable()) {
+    if (!r->evictable() || (r->block->in_mem_pool && !of_mem_pools)) {
       continue;
     }
     const std::size_t kind = r->block->arena->key.small && !small_first ? 0 : 1;
