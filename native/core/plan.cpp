@@ -141,9 +141,22 @@ Bytes Plan::expected_request() const {
   if (!follows()) {
     return 0;
   }
+  constexpr std::size_t kAround = 4;
   const std::size_t place = now_->seen.entries.size() + now_->seen.by_use.size();
-  const auto& requests = now_->trace->requests;
-  return place < requests.size() ? requests[place] : 0;
+  Bytes request = now_->trace->requested(place);
+  if (request == 0) {
+    for (std::size_t i = place - std::min(place, kAround); i <= place + kAround; ++i) {
+      request = std::max(request, now_->trace->requested(i));
+    }
+  }
+  return request;
+}
+
+Bytes Plan::Trace::requested(std::size_t place) const {
+  const auto at = [&](const std::vector<Bytes>& all) {
+    return place < all.size() ? all[place] : 0;
+  };
+  return std::max(at(requests), at(requests_before));
 }
 
 void Plan::end(Step* step) {
@@ -163,6 +176,7 @@ void Plan::learn(Step& step) {
     trace->id = (*same)->id;
     trace->follower = (*same)->follower;
     trace->unavoidable = std::min((*same)->live_peak, trace->live_peak);
+    trace->requests_before = (*same)->requests;
     traces_.erase(same);
   } else {
     trace->id = ++ids_;

@@ -48,7 +48,8 @@ class Plan {
 
   // The largest request since the last record was saved or asked for.
   void requested(Bytes largest);
-  // What that will be when the next one is, by the trace; 0 where nobody knows.
+  // What that will be when the next one is, by the last two such steps. Where they asked for
+  // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
 
   // Whether this record is expected to leave.
@@ -91,7 +92,11 @@ class Plan {
     std::vector<Entry> entries;
     std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
     std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
-    std::vector<Bytes> requests;        // the largest before the n-th record saved or asked for
+    // The largest before the n-th record saved or asked for; in the step, and in the one before.
+    std::vector<Bytes> requests;
+    std::vector<Bytes> requests_before;
+
+    Bytes requested(std::size_t place) const;
 
     bool repeats(const Trace& other) const;
     // What left under its budget leaves under this one too.

@@ -24,6 +24,7 @@ struct Departed {
   Address address;
 };
 thread_local std::vector<Departed> t_departing;
+thread_local Bytes t_request = 0;     // what this thread asks torch for, where we do so ourselves
 thread_local bool t_release = false;  // torch's free segments go back to the driver after that
 
 }  // namespace
@@ -210,7 +211,9 @@ Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
   const Bytes bytes = record.returning_bytes();
   const driver::Stream stream = record.stream;
   lock.unlock();
+  t_request = bytes;
   const bool made = held_->side().make(device_, bytes, stream, false, &held);
+  t_request = 0;
   lock.lock();
   if (!made) {
     ++counters_.out_of_memory;
@@ -269,7 +272,7 @@ bool Runtime::missed(driver::Stream stream) {
   for (void* storage : held_->take_stuck()) {
     t_departing.push_back({storage, 0});
   }
-  const Bytes request = plan_.expected_request();
+  const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
   const Bytes growth =
       request != 0 ? CacheMap::segment_for(request) + kSmallSegments : budget_.high - budget_.low;
   if (fits_under(counters_.mapped, growth, ceiling())) {
