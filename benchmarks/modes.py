@@ -2,7 +2,8 @@
 
     python benchmarks/modes.py [--quick] [--simulated] [--only free,75,50]
 
-The GPT of main_job.py, every configuration in its own process. Phases, all in one run:
+The GPT of main_job.py, every configuration in its own process; a phase's processes are there at
+once and take about 120 GiB of GPU memory together. Phases, all in one run:
 
 free   pool() at its defaults, far above the peak: step time and peak reserved beside plain torch's
 75     a budget of 75 % of the activation memory
@@ -79,8 +80,8 @@ ALONE: dict[str, tuple[str, ...]] = {
 }
 SIMULATED = ("torch", "allocator")  # what can run where there is no GPU
 LABELS = {"free": "no pressure", "75": "budget 75 %", "50": "budget 50 %"}
-FULL = Pace(rounds=5, steps=4, lead_steps=2, lead_seconds=0.6)
-QUICK = Pace(rounds=2, steps=4, lead_steps=2, lead_seconds=0.6)
+FULL = Pace(rounds=4, steps=4, lead_steps=2, lead_seconds=0.6)
+QUICK = Pace(rounds=2, steps=3, lead_steps=1, lead_seconds=0.5)
 TINY = Pace(rounds=1, steps=2, lead_steps=1, lead_seconds=0)
 WARM_STEPS = 4
 COMPARED_STEPS = 2
@@ -142,6 +143,7 @@ class Run:
         self.measured = Measured()
         self.failed: dict[str, str] = {}
         self.place: dict[str, Any] = {}
+        self._ended: list[Worker] = []
         # All start at once: importing torch takes longer than measuring. None opens the GPU yet.
         self._workers = {
             key_of(name, phase): self._worker(name, phase)
@@ -159,7 +161,7 @@ class Run:
             print(f"{phase}: {time.perf_counter() - began:.1f} s", flush=True)
 
     def close(self) -> None:
-        close_all(self._workers.values())
+        close_all([*self._workers.values(), *self._ended])
 
     def _here(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if name in SIMULATED or not self.simulated]
@@ -186,6 +188,7 @@ class Run:
         for name in alone:
             for command in (self._warm_up, self._turn, self._finish):
                 self._do(command, name, phase)
+        self._close_ended()
 
     def _do(self, command: Callable[[Worker, str, str], None], name: str, phase: str) -> None:
         """`command` for a configuration that is still in the run."""
@@ -227,7 +230,7 @@ class Run:
         measured.stats[key] = reply["stats"]
 
     def _finish(self, worker: Worker, name: str, phase: str) -> None:
-        """What is not timed; then the process ends."""
+        """What is not timed; then the process is told to end."""
         key, measured = key_of(name, phase), self.measured
         mode = word_of(name, phase)
         measured.life[key] = worker.ask("reserved")
@@ -239,8 +242,15 @@ class Run:
             for budgeted, share in SHARES.items():
                 budget = budget_of_share(memory["start"], memory["peak"], share)
                 measured.budgets[budgeted] = budget
-        if code := self._workers.pop(key).close():
-            self.failed[key] = f"its process ended with exit code {code} after it was measured"
+        worker.hang_up()
+        self._ended.append(self._workers.pop(key))
+
+    def _close_ended(self) -> None:
+        """Wait until those that are done have ended, as they should."""
+        for worker in self._ended:
+            if code := worker.close():
+                self.failed[worker.name] = f"exit code {code}, after it was measured"
+        self._ended.clear()
 
 
 def word_of(name: str, phase: str) -> str:
@@ -397,7 +407,7 @@ def summary(measured: Measured) -> dict[str, dict[str, Any]]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 rounds instead of 5")
+    parser.add_argument("--quick", action="store_true", help="2 rounds instead of 4")
     parser.add_argument("--simulated", action="store_true", help="a tiny model, no GPU")
     parser.add_argument("--only", help="free, and some of " + ",".join(SHARES))
     parser.add_argument("--rounds", type=int)
