@@ -137,5 +137,6 @@ gpu-test: gpu-build
 bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/main_job.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/transfers.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/modes.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py

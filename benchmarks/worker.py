@@ -3,7 +3,7 @@
 Started by harness.Worker with its settings as JSON; then reads one JSON command a line. A step is
 told its mode:
 
-plain torch   "native", "save_on_cpu", "checkpoint:SHARE", "torchtune", "trl"
+plain torch   "native" or "plain", "save_on_cpu", "checkpoint:SHARE", "torchtune", "trl"
 ours          "plain" (no pool entered), "default" (pool() without arguments), or a budget's name
 
 Nothing of stagehand_alloc is touched where the configuration is plain torch.
@@ -25,6 +25,7 @@ from typing import Any
 
 import models
 import torch
+from digest import digest
 from harness import REPLY
 from measures import percentiles
 
@@ -47,12 +48,19 @@ Watermarks = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """`ours`: through stagehand_alloc. `model` and `shape`: see models.py."""
+    """`ours`: through stagehand_alloc. `model` and `shape`: see models.py.
+
+    `mode`: of the pools, on torch's own caching allocator; None is the process allocator.
+    `around_backward`: the pool is entered around backward too. `use_on_oom`: of mode "mempool".
+    """
 
     ours: bool
     model: str
     shape: dict[str, Any]
     simulated: bool
+    mode: str | None = None
+    around_backward: bool = False
+    use_on_oom: bool = False
 
 
 class Worker:
@@ -72,7 +80,7 @@ class Worker:
             from stagehand_alloc import testing
 
             testing.simulated_gpu(memory="1GiB", seed=SEED)
-        else:
+        elif self.settings.mode is None:
             torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
         return stagehand_alloc
 
@@ -92,7 +100,7 @@ class Worker:
         """Make a pool per budget, by name."""
         for name, (high, low) in budgets.items():
             assert self.stagehand is not None, "plain torch has no budget"
-            self.pools[name] = self.stagehand.pool(high=high, low=low)
+            self.pools[name] = self.stagehand.pool(high=high, low=low, mode=self.settings.mode)
         return {}
 
     def modes(self) -> dict[str, Any]:
@@ -122,7 +130,8 @@ class Worker:
         """One step with fresh peaks: bytes at its start, its peaks, its loss and gradient norm."""
         self._training.zero_grad()
         self._synchronize()
-        if self.stagehand is not None:
+        if self._installed:
+            assert self.stagehand is not None
             self.stagehand.reset_peak_stats()
             start = self.stagehand.stats().occupied
             step = self._step(mode)
@@ -138,6 +147,36 @@ class Worker:
             reserved = torch.cuda.max_memory_reserved()
             peaks = {"peak": torch.cuda.max_memory_allocated(), "mapped_peak": reserved}
         return {"start": start, **peaks, "loss": step["loss"], **self._gradient()}
+
+    def reserved(self) -> dict[str, Any]:
+        """Peaks since the process started, or since `memory`; the largest segment of torch's."""
+        mapped = self.stats().get("mapped_peak", 0)
+        if self._installed or self.settings.simulated:
+            return {"peak": mapped or 1, "mapped_peak": mapped, "largest_segment": 0}
+        sizes = [segment["total_size"] for segment in torch.cuda.memory_snapshot()]
+        peak = torch.cuda.max_memory_reserved()
+        return {"peak": peak, "mapped_peak": mapped, "largest_segment": max(sizes, default=0)}
+
+    def trigger(self) -> dict[str, Any]:
+        """Whether the trigger library is in use, of the pools entered so far."""
+        return {"states": sorted({pool.stats().trigger for pool in self.pools.values()})}
+
+    def digests(self, mode: str, count: int) -> dict[str, Any]:
+        """The loss and a digest of all gradients of each of `count` steps, bitwise comparable.
+
+        torch is deterministic from here on, which is slower: after what is timed.
+        """
+        torch.use_deterministic_algorithms(True)
+        filling: Any = torch.utils.deterministic
+        filling.fill_uninitialized_memory = False
+        before = self._counters()
+        found = []
+        for _ in range(count):
+            loss = self._step(mode)["loss"]
+            grads = [p.grad for p in self._training.model.parameters() if p.grad is not None]
+            found.append([loss, digest(grads)])
+        after = self._counters()
+        return {"steps": found, "gained": {name: after[name] - before[name] for name in after}}
 
     def empty_cache(self) -> dict[str, Any]:
         """Give back what holds nothing, of the device's memory and of what torch has pinned."""
@@ -236,6 +275,11 @@ class Worker:
     # --- Parts
 
     @property
+    def _installed(self) -> bool:
+        """Whether the process allocator is what torch allocates from."""
+        return self.stagehand is not None and self.settings.mode is None
+
+    @property
     def _training(self) -> models.Training:
         if self._built is None:
             raise RuntimeError("no model: build comes first")
@@ -248,14 +292,19 @@ class Worker:
         marks = _Marks(self.device)
         began = time.perf_counter()
         marks.add()
-        with self._around(mode):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._around(mode))
             loss = self._training.loss()
-        if apart:
-            self._synchronize()
-        marks.add()
-        backward_from = time.perf_counter_ns()
-        torch.autograd.backward(loss)
-        marks.add()
+            if self.settings.around_backward:  # on this thread: a MemPool is entered per thread
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            else:
+                stack.close()
+            if apart:
+                self._synchronize()
+            marks.add()
+            backward_from = time.perf_counter_ns()
+            torch.autograd.backward(loss)
+            marks.add()
         self._synchronize()
         ended = time.perf_counter_ns()
         wall_ms = (time.perf_counter() - began) * 1e3
@@ -281,9 +330,14 @@ class Worker:
             return offloader
         if mode == "default" and mode not in self.pools:
             assert self.stagehand is not None
-            self.pools[mode] = self.stagehand.pool()
-        pool: AbstractContextManager[Any] = self.pools[mode]
-        return pool
+            self.pools[mode] = self.stagehand.pool(mode=self.settings.mode)
+        pool: Any = self.pools[mode]
+        if self.settings.use_on_oom and pool.mem_pool is None:
+            from stagehand_alloc import _modes
+
+            pool._mem_pool = _modes.make_mem_pool(use_on_oom=True)
+        entered: AbstractContextManager[Any] = pool
+        return entered
 
     def _gradient(self) -> dict[str, float]:
         """The norm of all gradients: backward's own sums differ in their last bits between runs."""
@@ -344,7 +398,8 @@ class _Marks:
 
 
 COMMANDS = (
-    *("build", "budgets", "modes", "steps", "memory", "empty_cache"),
+    *("build", "budgets", "modes", "steps", "memory", "reserved", "trigger", "digests"),
+    "empty_cache",
     "release_pinned",
     *("link", "saved", "foreign", "pinned", "allocations", "stats"),
 )

@@ -80,8 +80,8 @@ def reach_torch(device: int, config: Config) -> None:
         native.enter_torch(device)
 
 
-def make_mem_pool() -> Any:
-    """A torch.cuda.MemPool whose segments come from the core."""
+def make_mem_pool(*, use_on_oom: bool = False) -> Any:
+    """A torch.cuda.MemPool whose segments come from the core. ``use_on_oom``: as torch has it."""
     import torch
 
     global _segments
@@ -91,7 +91,7 @@ def make_mem_pool() -> Any:
             _segments = torch._C._cuda_customAllocator(
                 points["segment_alloc"], points["segment_free"]
             )
-    return torch.cuda.MemPool(_segments)
+    return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
 
 
 @contextmanager

@@ -14,13 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
 
+import modes  # noqa: E402
 import plot  # noqa: E402
 import suite  # noqa: E402
 import transfers  # noqa: E402
+from digest import digest  # noqa: E402
 from harness import Row, Worker  # noqa: E402
 from measures import (  # noqa: E402
     GIB,
@@ -100,6 +103,18 @@ def test_a_row_holds_at_its_bar_and_not_past_it() -> None:
     assert not Row("rate", 11.9, at_least=12).holds
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_tells_bits_and_their_places_apart(dtype: torch.dtype) -> None:
+    x = torch.arange(6, dtype=dtype)
+    other = {digest(y) for y in ([x.flip(0)], [-x], [x[3:], x[:3]], [x, x], [x[:5]])}
+    assert digest([x.clone()]) == digest([x])
+    assert len(other | {digest([x])}) == 6
+
+
+def test_a_digest_tells_a_zero_from_a_negative_zero() -> None:
+    assert digest([torch.zeros(3)]) != digest([-torch.zeros(3)])
+
+
 # --- What is claimed
 
 
@@ -134,11 +149,94 @@ def test_losses_unlike_plain_torchs_are_named() -> None:
     assert "losses differ" in transfers.disagreements({"gpt": found})[0]
 
 
+def modes_measured() -> modes.Measured:
+    """Native mode as good as the process allocator, and 10 bytes over high as it learns."""
+    found = modes.Measured(budgets={"75": Budget(1000, 900)})
+    counters = {"overshoot_bytes": 0, "evicted_bytes": GIB}
+    for name, phase in (
+        ("torch", "free"),
+        ("native", "free"),
+        ("allocator", "75"),
+        ("native", "75"),
+    ):
+        key = modes.key_of(name, phase)
+        found.wall_ms[key] = [[100.0], [100.0]]
+        found.gained[key] = dict(counters)
+        found.learning[key] = {"wall_ms": 200.0, **counters}
+        found.life[key] = {"peak": 1000, "mapped_peak": 1000, "largest_segment": 10}
+        found.memory[key] = {"mapped_peak": 1000}
+        found.digests[key] = {"steps": [[1.5, "ab"], [1.5, "ab"]]}
+    found.learning["native 75"]["overshoot_bytes"] = 10
+    found.triggers["native 75"] = ["loaded"]
+    return found
+
+
+def missed(measured: modes.Measured) -> list[str]:
+    return [row.claim for row in modes.rows_of(measured) if not row.holds]
+
+
+def test_a_mode_at_its_bars_misses_none() -> None:
+    rows = modes.rows_of(modes_measured())
+    assert [row.claim for row in rows if not row.holds] == []
+    assert sum(row.bar != "reported" for row in rows) == 6
+    assert modes.wrong_of(modes_measured()) == []
+
+
+def test_a_row_without_a_bar_is_reported_and_always_holds() -> None:
+    row = Row("evicted", 7)
+    assert row.as_dict() == {"claim": "evicted", "value": 7, "bar": "reported", "holds": True}
+
+
+@pytest.mark.parametrize("where", ["counted", "seen"])
+def test_a_byte_over_high_in_planned_steps_is_missed(where: str) -> None:
+    found = modes_measured()
+    if where == "counted":
+        found.gained["native 75"]["overshoot_bytes"] = 1
+    else:
+        found.memory["native 75"]["mapped_peak"] = 1001
+    assert missed(found) == ["budget 75 %: bytes over high in planned steps, native"]
+
+
+def test_a_learning_step_may_go_over_high_by_the_largest_segment_only() -> None:
+    found = modes_measured()
+    found.learning["native 75"]["overshoot_bytes"] = 11
+    assert [claim.split(" / ")[0] for claim in missed(found)] == [
+        "budget 75 %: bytes over high in the learning step"
+    ]
+
+
+def test_one_step_unlike_plain_torchs_is_enough_to_be_named() -> None:
+    found = modes_measured()
+    found.digests["native 75"] = {"steps": [[1.5, "ab"], [1.5, "ac"]]}
+    assert modes.unlike_torch(found) == ["native 75"]
+    assert len(missed(found)) == 1
+    assert "losses or gradients differ" in modes.wrong_of(found)[0]
+
+
+def test_nan_is_like_nothing() -> None:
+    found = modes_measured()
+    for one in found.digests.values():
+        one["steps"] = [[math.nan, "ab"]]
+    assert set(modes.unlike_torch(found)) == set(found.digests)
+
+
+def test_native_mode_without_its_trigger_is_named() -> None:
+    found = modes_measured()
+    found.triggers["native 75"] = ["no compiler"]
+    assert modes.wrong_of(found) == ["native 75: the trigger library: no compiler"]
+
+
+def test_what_failed_is_forgotten_whole() -> None:
+    found = modes_measured()
+    found.forget("native 75")
+    assert "native 75" not in json.dumps(modes.dataclasses.asdict(found))
+
+
 # --- The programs
 
 
 def test_every_program_says_that_there_is_no_gpu() -> None:
-    for program in ("main_job.py", "transfers.py", "suite.py", "micro.py"):
+    for program in ("main_job.py", "transfers.py", "modes.py", "suite.py", "micro.py"):
         done = run(program)
         if done.returncode == 0:
             pytest.skip("this machine has a GPU")
@@ -163,6 +261,18 @@ def test_transfers_measures_every_row_of_its_sections(tmp_path: pathlib.Path) ->
     assert len(result["rows"]) == 10
     assert result["failed"] == {}
     assert set(result["rows"][0]) == {"claim", "value", "bar", "holds"}
+
+
+def test_modes_measures_what_needs_no_gpu_and_compares_gradients(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "modes.json"
+    done = run("modes.py", "--simulated", "--only", "75", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert (result["failed"], result["wrong"]) == ({}, [])
+    digests = result["raw"]["digests"]
+    assert set(digests) == {"torch free", "allocator free", "torch 75", "allocator 75"}
+    assert digests["allocator 75"]["gained"]["evicted_bytes"] > 0
+    assert len({json.dumps(step) for one in digests.values() for step in one["steps"]}) == 1
 
 
 def test_the_suite_writes_a_numbered_result_the_newest_one_and_a_plot(
