@@ -229,6 +229,7 @@ class Runtime {
   void evict_down(Lock& lock);
   void leave_later();
   Bytes trim_torch();
+  CacheMap::Owner owner_here(driver::Stream stream) const;
   Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp
   bool take_slabs(Record& record, bool squeeze, Bytes* missing);

@@ -218,9 +218,15 @@ Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
   return block;
 }
 
+// Whose blocks torch hands out to this thread for work on `stream`.
+CacheMap::Owner Runtime::owner_here(driver::Stream stream) const {
+  const bool in_pool = std::this_thread::get_id() == torch_pool_thread_;
+  return {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool};
+}
+
 // Only into a hole that is there, or below the ceiling; torch is told not to make room for it.
 bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
-  if (cache_->largest_hole(record.stream) < bytes &&
+  if (cache_->largest_hole(owner_here(record.stream)) < bytes &&
       !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling())) {
     return false;
   }
@@ -273,8 +279,7 @@ bool Runtime::missed(driver::Stream stream) {
     return !t_departing.empty();
   }
   if (request != 0) {
-    const bool in_pool = std::this_thread::get_id() == torch_pool_thread_;
-    make_hole(lock, request, {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool});
+    make_hole(lock, request, owner_here(stream));
   } else {
     evict_down(lock);
   }
@@ -295,7 +300,7 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
     if (stretch.begins_segment) {
       whole += only_idle ? idle : 0;
       idle = 0;
-      only_idle = true;
+      only_idle = stretch.releasable;
       candidates_.push_back({Candidate::Kind::wall, 0, 0});
       candidate_blocks_.push_back(nullptr);
     }
