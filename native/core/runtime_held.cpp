@@ -93,6 +93,9 @@ void Runtime::let_go(Block* block) {
 // The same for a block that torch still uses. Ours may be the last reference by the time it is
 // dropped, or the last but a Python object's: for a thread that has the GIL.
 void Runtime::orphan(Block* block) {
+  if (block->users != 0) {
+    record_users(block);
+  }
   if (void* storage = held_->let_go(block); storage != nullptr) {
     orphans_.push_back(storage);
     orphan_count_.store(orphans_.size(), std::memory_order_relaxed);
