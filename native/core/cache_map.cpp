@@ -80,13 +80,13 @@ CacheMap::Segments::iterator CacheMap::segment_of(Address address) {
 
 void CacheMap::add_hole(const Segment& segment, Bytes bytes) {
   if (bytes > 0 && !segment.small) {
-    holes_[segment.owner.stream].insert(bytes);
+    holes_[segment.owner].insert(bytes);
   }
 }
 
 void CacheMap::remove_hole(const Segment& segment, Bytes bytes) {
   if (bytes > 0 && !segment.small) {
-    auto& sizes = holes_[segment.owner.stream];
+    auto& sizes = holes_[segment.owner];
     if (const auto found = sizes.find(bytes); found != sizes.end()) {
       sizes.erase(found);
     }
@@ -113,32 +113,52 @@ void CacheMap::note_reserved(Bytes before) {
   }
 }
 
+void CacheMap::add_releasable(const Segment& segment, Bytes bytes) {
+  releasable_ += segment.releasable() ? bytes : 0;
+}
+
+void CacheMap::remove_releasable(const Segment& segment, Bytes bytes) {
+  releasable_ -= segment.releasable() ? std::min(releasable_, bytes) : 0;
+}
+
 void CacheMap::add_segment(const CacheEvent& event) {
   const Bytes before = usage_.reserved;
   usage_.reserved += event.bytes;
   note_reserved(before);
-  if (event.kind == CacheEvent::mapped) {
-    const auto joined = event.address > 0 ? segment_of(event.address - 1) : segments_.end();
-    if (joined != segments_.end() && joined->second.expandable) {
-      Address begin = 0;
-      Address end = 0;
-      hole_around(joined->second, joined->first, lives_.lower_bound(event.address), &begin, &end);
-      remove_hole(joined->second, end - std::min(begin, end));
-      joined->second.bytes += event.bytes;
-      add_hole(joined->second, end + event.bytes - std::min(begin, end));
-      releasable_ += joined->second.releasable ? event.bytes : 0;
-      return;
-    }
-  }
   Segment segment;
   segment.bytes = event.bytes;
   segment.owner = {event.stream, {event.pool[0], event.pool[1]}};
   segment.expandable = event.kind == CacheEvent::mapped;
-  segment.releasable = segment.owner.pool == Owner{}.pool;
   segment.small = event.bytes <= kSmallBuffer && !segment.expandable;
-  segments_[event.address] = segment;
-  add_hole(segment, segment.bytes);
-  releasable_ += segment.releasable ? segment.bytes : 0;
+  add_releasable(segment, segment.bytes);
+  Address base = event.address;
+  Address hole_begin = base;
+  Address hole_end = base + event.bytes;
+  const auto joins = [&](Segments::iterator one) {
+    return segment.expandable && one != segments_.end() && one->second.expandable &&
+           one->second.owner == segment.owner;
+  };
+  const auto join = [&](Segments::iterator one) {
+    Address begin = 0;
+    Address end = 0;
+    hole_around(one->second, one->first, lives_.lower_bound(event.address), &begin, &end);
+    remove_hole(one->second, end - std::min(begin, end));
+    hole_begin = std::min(hole_begin, begin);
+    hole_end = std::max(hole_end, end);
+    base = std::min(base, one->first);
+    segment.bytes += one->second.bytes;
+    segment.live += one->second.live;
+    segments_.erase(one);
+  };
+  if (const auto after = segments_.find(event.address + event.bytes); joins(after)) {
+    join(after);
+  }
+  if (const auto before_it = event.address > 0 ? segment_of(event.address - 1) : segments_.end();
+      joins(before_it)) {
+    join(before_it);
+  }
+  segments_[base] = segment;
+  add_hole(segment, hole_end - hole_begin);
 }
 
 // Only free memory goes back, but of an expandable segment it may be a part.
@@ -148,7 +168,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
     return;
   }
   usage_.reserved -= std::min(usage_.reserved, event.bytes);
-  releasable_ -= found->second.releasable ? std::min(releasable_, event.bytes) : 0;
+  remove_releasable(found->second, event.bytes);
   const Address base = found->first;
   const Segment segment = found->second;
   Address begin = 0;
@@ -177,27 +197,35 @@ void CacheMap::remove_range(const CacheEvent& event) {
 }
 
 void CacheMap::allocate(const CacheEvent& event) {
-  const Bytes bytes = round_up(event.bytes, kBlockUnit);
+  Bytes bytes = round_up(event.bytes, kBlockUnit);
+  largest_request_ = std::max(largest_request_, bytes);
+  const auto found = segment_of(event.address);
+  Address begin = 0;
+  Address end = 0;
+  auto after = lives_.end();
+  if (found != segments_.end() && !found->second.small) {
+    after = lives_.lower_bound(event.address);
+    hole_around(found->second, found->first, after, &begin, &end);
+    // torch cuts off only what is worth a block of its own.
+    const Bytes left = end - std::min(event.address + bytes, end);
+    bytes += left <= kSmallLimit && !found->second.expandable ? left : 0;
+  }
   usage_.allocated += bytes;
   usage_.allocated_peak = std::max(usage_.allocated_peak, usage_.allocated);
   peak_since_ = std::max(peak_since_, usage_.allocated);
-  largest_request_ = std::max(largest_request_, bytes);
-  const auto found = segment_of(event.address);
   if (found == segments_.end()) {
     return;
   }
   Segment& segment = found->second;
-  if (segment.releasable && (segment.expandable || segment.live == 0)) {
-    releasable_ -= std::min(releasable_, segment.expandable ? bytes : segment.bytes);
+  if (segment.expandable) {
+    remove_releasable(segment, bytes);
+  } else if (segment.live == 0) {
+    remove_releasable(segment, segment.bytes);
   }
   segment.live += bytes;
   if (segment.small) {
     return;
   }
-  Address begin = 0;
-  Address end = 0;
-  const auto after = lives_.lower_bound(event.address);
-  hole_around(segment, found->first, after, &begin, &end);
   remove_hole(segment, end - std::min(begin, end));
   lives_.emplace_hint(after, event.address, bytes);
   add_hole(segment, event.address - std::min(begin, event.address));
@@ -230,8 +258,10 @@ void CacheMap::free(const CacheEvent& event) {
   }
   Segment& segment = found->second;
   segment.live -= std::min(segment.live, bytes);
-  if (segment.releasable && (segment.expandable || segment.live == 0)) {
-    releasable_ += segment.expandable ? bytes : segment.bytes;
+  if (segment.expandable) {
+    add_releasable(segment, bytes);
+  } else if (segment.live == 0) {
+    add_releasable(segment, segment.bytes);
   }
 }
 
@@ -289,19 +319,10 @@ std::optional<CacheMap::Owner> CacheMap::owner_of(Address address) {
   return found != segments_.end() ? std::optional(found->second.owner) : std::nullopt;
 }
 
-Bytes CacheMap::largest_hole(driver::Stream stream) {
+Bytes CacheMap::largest_hole(const Owner& owner) {
   const Lock lock(mutex_);
-  const auto found = holes_.find(stream);
+  const auto found = holes_.find(owner);
   return found != holes_.end() && !found->second.empty() ? *found->second.rbegin() : 0;
-}
-
-Bytes CacheMap::largest_hole() {
-  const Lock lock(mutex_);
-  Bytes largest = 0;
-  for (const auto& [stream, sizes] : holes_) {
-    largest = std::max(largest, sizes.empty() ? 0 : *sizes.rbegin());
-  }
-  return largest;
 }
 
 Bytes CacheMap::releasable() {
@@ -319,15 +340,17 @@ void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
     Address at = base;
     const Address end = base + segment.bytes;
     const bool mine = segment.owner == owner;
+    const bool releasable = segment.releasable();
     for (auto live = lives_.lower_bound(base); live != lives_.end() && live->first < end; ++live) {
       if (live->first > at) {
-        stretches->push_back({at, live->first - at, true, at == base, mine, segment.releasable});
+        stretches->push_back({at, live->first - at, true, at == base, mine, releasable});
       }
-      stretches->push_back({live->first, live->second, false, live->first == base, mine});
+      stretches->push_back(
+          {live->first, live->second, false, live->first == base, mine, releasable});
       at = live->first + live->second;
     }
     if (at < end) {
-      stretches->push_back({at, end - at, true, at == base, mine, segment.releasable});
+      stretches->push_back({at, end - at, true, at == base, mine, releasable});
     }
   }
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <map>
 #include <optional>
 #include <set>
@@ -23,7 +24,7 @@ class CacheMap {
     driver::Stream stream = nullptr;
     std::array<std::uint64_t, 2> pool{};  // torch's MempoolId_t; {0, 0} is the default pool
 
-    bool operator==(const Owner&) const = default;
+    auto operator<=>(const Owner&) const = default;
   };
   struct Usage {
     Bytes reserved = 0;   // what the driver sees
@@ -39,7 +40,7 @@ class CacheMap {
     bool hole = false;
     bool begins_segment = false;
     bool of_owner = false;    // of the owner asked for
-    bool releasable = false;  // its segment goes back to the driver when asked, once it is free
+    bool releasable = false;  // its segment goes back to the driver once it is wholly free
   };
 
   void apply(const CacheEvent& event);
@@ -63,11 +64,10 @@ class CacheMap {
   bool kept(Address address);
   // Of the segment that has the address; nothing where no segment has it.
   std::optional<Owner> owner_of(Address address);
-  // The largest hole of a segment for large blocks: of one stream, or of any.
-  Bytes largest_hole(driver::Stream stream);
-  Bytes largest_hole();
-  // Bytes in segments that are wholly free: what release_cached gives back. Not those of a MemPool,
-  // which keeps its segments until it is gone.
+  // The largest hole of a segment for large blocks.
+  Bytes largest_hole(const Owner& owner);
+  // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
+  // any but the default pool for as long as the pool lives.
   Bytes releasable();
   // All segments for large blocks, walked.
   void walk(const Owner& owner, std::vector<Stretch>* stretches);
@@ -82,8 +82,9 @@ class CacheMap {
     Owner owner;
     bool small = false;
     bool expandable = false;
-    bool releasable = false;
     Bytes live = 0;
+
+    bool releasable() const { return owner.pool == Owner{}.pool; }
   };
   using Segments = std::map<Address, Segment>;
   using Lives = std::map<Address, Bytes>;
@@ -100,13 +101,15 @@ class CacheMap {
   void add_hole(const Segment& segment, Bytes bytes);
   void remove_hole(const Segment& segment, Bytes bytes);
   void note_reserved(Bytes before);
+  void add_releasable(const Segment& segment, Bytes bytes);
+  void remove_releasable(const Segment& segment, Bytes bytes);
 
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
   Segments segments_;
   Lives lives_;  // large blocks only
   std::set<Address> kept_;
-  std::map<driver::Stream, std::multiset<Bytes>> holes_;
+  std::map<Owner, std::multiset<Bytes>> holes_;
   Usage usage_;
   Bytes mark_ = kUnlimited;
   Bytes largest_request_ = 0;

@@ -87,8 +87,8 @@ std::vector<void*> HeldBlocks::take_stuck() {
 
 const char* HeldBlocks::broken() const {
   for (const auto& [identity, block] : by_identity_) {
-    if (block->identity != identity || block->record == nullptr) {
-      return block->aliases > 0 ? nullptr : "O1: a storage is held that no record names";
+    if (block->identity != identity || (block->record == nullptr && block->aliases == 0)) {
+      return "O1: a storage is held that no record names";
     }
     if (block->state != BlockState::live && block->state != BlockState::retained) {
       return "O1: a held block is neither live nor retained";

@@ -231,6 +231,7 @@ class Runtime {
   void leave_later(Lock& lock);
   bool wait_for_copy(Lock& lock, Record& record);
   Bytes trim_torch();
+  CacheMap::Owner owner_here(driver::Stream stream) const;
   Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp
   bool take_slabs(Record& record, bool squeeze, Bytes* missing);

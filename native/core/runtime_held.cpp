@@ -94,6 +94,9 @@ void Runtime::let_go(Block* block) {
 // The same for a block that torch still uses. Ours may be the last reference by the time it is
 // dropped, or the last but a Python object's: for a thread that has the GIL.
 void Runtime::orphan(Block* block) {
+  if (block->users != 0) {
+    record_users(block);
+  }
   if (void* storage = held_->let_go(block); storage != nullptr) {
     orphans_.push_back(storage);
     orphan_count_.store(orphans_.size(), std::memory_order_relaxed);
@@ -224,9 +227,15 @@ Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
   return adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
 }
 
+// Whose blocks torch hands out to this thread for work on `stream`.
+CacheMap::Owner Runtime::owner_here(driver::Stream stream) const {
+  const bool in_pool = std::this_thread::get_id() == torch_pool_thread_;
+  return {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool};
+}
+
 // Only into a hole that is there, or below the ceiling; torch is told not to make room for it.
 bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
-  if (cache_->largest_hole(record.stream) < bytes &&
+  if (cache_->largest_hole(owner_here(record.stream)) < bytes &&
       !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling())) {
     return false;
   }
@@ -279,8 +288,7 @@ bool Runtime::missed(driver::Stream stream) {
     return !t_departing.empty();
   }
   if (request != 0) {
-    const bool in_pool = std::this_thread::get_id() == torch_pool_thread_;
-    make_hole(lock, request, {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool});
+    make_hole(lock, request, owner_here(stream));
   } else {
     evict_down(lock);
   }

@@ -1,0 +1,349 @@
+#include "native/held_torch.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace stagehand::core::test {
+
+namespace {
+
+// c10/cuda/CUDACachingAllocator.cpp
+constexpr Bytes kSmallSize = 1_MiB;  // up to here from small segments; and the least that is split
+constexpr Bytes kSmallBuffer = 2_MiB;
+constexpr Bytes kMinLargeAlloc = 10_MiB;
+constexpr Bytes kLargeBuffer = 20_MiB;
+
+FakeTorch* g_torch = nullptr;
+thread_local TorchPool t_pool{};
+
+Storage* storage_of(void* storage) { return static_cast<Storage*>(storage); }
+
+TorchSide table_of(bool triggers) {
+  TorchSide side;
+  side.version = TorchSide::kVersion;
+  side.size = sizeof side;
+  side.triggers = triggers ? 1 : 0;
+  side.alone = [](void* storage, Address address, Bytes bytes) {
+    const Storage* one = storage_of(storage);
+    return one->references == 1 && one->address == address && one->bytes == bytes;
+  };
+  side.drop = [](void* storage) { g_torch->drop(storage_of(storage)); };
+  side.make = [](int, Bytes bytes, driver::Stream stream, bool quiet, HeldStorage* held) {
+    Storage* made = g_torch->make(bytes, stream, quiet);
+    if (made != nullptr) {
+      *held = {made, made, made->address, bytes, stream};
+    }
+    return made != nullptr;
+  };
+  side.release_cached = [] { return g_torch->release_cached(); };
+  return side;
+}
+
+}  // namespace
+
+FakeTorch::FakeTorch(const driver::Table& table, Runtime& runtime, CacheMap& cache, bool triggers)
+    : table_(table), runtime_(runtime), cache_(cache), triggers_(triggers) {
+  g_torch = this;
+  t_pool = kDefaultPool;
+}
+
+FakeTorch::~FakeTorch() { g_torch = nullptr; }
+
+const TorchSide& FakeTorch::side(bool triggers) {
+  static const TorchSide with = table_of(true);
+  static const TorchSide without = table_of(false);
+  return triggers ? with : without;
+}
+
+void FakeTorch::use_pool(TorchPool pool) { t_pool = pool; }
+
+CacheEvent FakeTorch::event(CacheEvent::Kind kind, Address address, Bytes bytes, Address segment) {
+  const Segment& of = segments_.at(segment);
+  return {kind, 0, address, bytes, of.stream, {of.pool[0], of.pool[1]}};
+}
+
+void FakeTorch::tell(CacheEvent::Kind kind, Address address, Bytes bytes, Address segment) {
+  cache_.apply(event(kind, address, bytes, segment));
+}
+
+Storage* FakeTorch::make(Bytes bytes, driver::Stream stream, bool quiet) {
+  Address address = 0;
+  if (!allocate(bytes, stream, quiet, &address)) {
+    return nullptr;
+  }
+  auto* storage = new Storage;
+  storage->address = address;
+  storage->bytes = bytes;
+  ++storages_;
+  return storage;
+}
+
+void FakeTorch::drop(Storage* storage) {
+  if (--storage->references == 0) {
+    if (storage->address != 0) {
+      free(storage->address);
+    }
+    delete storage;
+    --storages_;
+  }
+}
+
+void FakeTorch::resize(Storage* storage, Bytes bytes, driver::Stream stream) {
+  if (storage->address != 0) {
+    free(std::exchange(storage->address, 0));
+  }
+  storage->bytes = bytes;
+  if (bytes > 0) {
+    allocate(bytes, stream, false, &storage->address);
+  }
+}
+
+void FakeTorch::record_stream(const Storage* storage, driver::Stream stream) {
+  const RecursiveLock lock(mutex_);
+  chunks_.at(storage->address).users.push_back(stream);
+}
+
+// malloc, with the mutex held all through it, the call of `missed` included.
+bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address* address) {
+  const RecursiveLock lock(mutex_);
+  process_events();
+  const Bytes size = round_up(bytes, kBlockUnit);
+  auto found = best_fit(size, stream, t_pool);
+  if (found == chunks_.end() && triggers_ && !quiet) {
+    ++misses_;
+    if (runtime_.missed(stream)) {
+      found = best_fit(size, stream, t_pool);
+    }
+  }
+  if (found == chunks_.end() &&
+      (grow(size, stream, t_pool) || (release_cached() && grow(size, stream, t_pool)))) {
+    found = best_fit(size, stream, t_pool);
+  }
+  if (found == chunks_.end()) {
+    return false;
+  }
+  const Bytes left = found->second.bytes - size;
+  const bool small = segments_.at(found->second.segment).small;
+  if (small ? left >= kBlockUnit : left > kSmallSize) {
+    Chunk rest = found->second;
+    rest.bytes = left;
+    found->second.bytes = size;
+    chunks_.emplace(found->first + size, rest);
+  }
+  found->second.used = true;
+  found->second.requested = bytes;
+  *address = found->first;
+  tell(CacheEvent::alloc, found->first, bytes, found->second.segment);
+  return true;
+}
+
+// The smallest that fits, and of those the one at the lowest address.
+FakeTorch::Chunks::iterator FakeTorch::best_fit(Bytes bytes, driver::Stream stream,
+                                                TorchPool pool) {
+  auto best = chunks_.end();
+  for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk) {
+    const Segment& segment = segments_.at(chunk->second.segment);
+    if (!chunk->second.used && chunk->second.bytes >= bytes && segment.stream == stream &&
+        segment.pool == pool && segment.small == (bytes <= kSmallSize) &&
+        (best == chunks_.end() || chunk->second.bytes < best->second.bytes)) {
+      best = chunk;
+    }
+  }
+  return best;
+}
+
+bool FakeTorch::grow(Bytes bytes, driver::Stream stream, TorchPool pool) {
+  Segment segment;
+  segment.stream = stream;
+  segment.pool = pool;
+  segment.small = bytes <= kSmallSize;
+  segment.bytes = segment.small            ? kSmallBuffer
+                  : bytes < kMinLargeAlloc ? kLargeBuffer
+                                           : round_up(bytes, 2_MiB);
+  Address address = 0;
+  if (std::find(segment_pools_.begin(), segment_pools_.end(), pool) != segment_pools_.end()) {
+    address = runtime_.segment(segment.bytes, stream);
+    if (address == 0) {
+      return false;
+    }
+  } else {
+    const driver::AllocationProp prop;
+    const driver::AccessDesc access;
+    if (table_.mem_create(&segment.handle, segment.bytes, &prop, 0) != driver::kSuccess) {
+      return false;
+    }
+    if (table_.address_reserve(&address, segment.bytes, 0, 0, 0) != driver::kSuccess ||
+        table_.mem_map(address, segment.bytes, 0, segment.handle, 0) != driver::kSuccess ||
+        table_.mem_set_access(address, segment.bytes, &access, 1) != driver::kSuccess) {
+      std::abort();  // addresses do not run out
+    }
+  }
+  segments_[address] = segment;
+  chunks_[address] = {segment.bytes, false, address, 0, {}};
+  tell(CacheEvent::segment, address, segment.bytes, address);
+  reserved_peak_ = std::max(reserved_peak_, reserved());
+  return true;
+}
+
+void FakeTorch::free(Address address) {
+  const RecursiveLock lock(mutex_);
+  const auto chunk = chunks_.find(address);
+  if (chunk == chunks_.end() || !chunk->second.used) {
+    std::fprintf(stderr, "torch: freed twice\n");
+    std::abort();
+  }
+  if (chunk->second.users.empty()) {
+    return free_now(chunk);
+  }
+  Pending pending{address, {}};
+  for (driver::Stream user : std::exchange(chunk->second.users, {})) {
+    driver::Event event = nullptr;
+    table_.event_create(&event, driver::kEventDisableTiming);
+    table_.event_record(event, user);
+    pending.events.push_back(event);
+  }
+  pending_.push_back(std::move(pending));
+}
+
+void FakeTorch::free_now(Chunks::iterator chunk) {
+  chunk->second.used = false;
+  tell(CacheEvent::freed, chunk->first, chunk->second.requested, chunk->second.segment);
+  const auto join = [&](Chunks::iterator one, Chunks::iterator two) {
+    if (two != chunks_.end() && !one->second.used && !two->second.used &&
+        one->second.segment == two->second.segment) {
+      one->second.bytes += two->second.bytes;
+      chunks_.erase(two);
+    }
+  };
+  join(chunk, std::next(chunk));
+  if (chunk != chunks_.begin()) {
+    join(std::prev(chunk), chunk);
+  }
+}
+
+void FakeTorch::process_events() {
+  for (std::size_t i = 0; i < pending_.size();) {
+    auto& events = pending_[i].events;
+    while (!events.empty() && table_.event_query(events.back()) == driver::kSuccess) {
+      table_.event_destroy(events.back());
+      events.pop_back();
+    }
+    if (!events.empty()) {
+      ++i;
+      continue;
+    }
+    const Address address = pending_[i].address;
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+    free_now(chunks_.find(address));
+  }
+}
+
+// Only what is free in the default pool: other pools keep theirs as long as they live.
+bool FakeTorch::release_cached() {
+  const RecursiveLock lock(mutex_);
+  release_wholly_free([](const Segment& segment) { return segment.pool == kDefaultPool; });
+  return true;
+}
+
+void FakeTorch::destroy_pool(TorchPool pool) {
+  const RecursiveLock lock(mutex_);
+  release_wholly_free([&](const Segment& segment) { return segment.pool == pool; });
+}
+
+void FakeTorch::release_wholly_free(const std::function<bool(const Segment&)>& which) {
+  table_.ctx_synchronize();
+  process_events();
+  for (auto segment = segments_.begin(); segment != segments_.end();) {
+    const auto [address, of] = *segment;
+    const Chunk& first = chunks_.at(address);
+    if (first.used || first.bytes != of.bytes || !which(of)) {
+      ++segment;
+      continue;
+    }
+    tell(CacheEvent::segment_gone, address, of.bytes, address);
+    chunks_.erase(address);
+    segment = segments_.erase(segment);
+    if (of.handle == 0) {
+      runtime_.free_segment(address);
+    } else {
+      table_.mem_unmap(address, of.bytes);
+      table_.mem_release(of.handle);
+      table_.address_free(address, of.bytes);
+    }
+  }
+}
+
+void FakeTorch::tell_all(const std::function<void()>& meanwhile) {
+  std::vector<CacheEvent> known;
+  {
+    const RecursiveLock lock(mutex_);
+    for (const auto& [address, segment] : segments_) {
+      known.push_back(event(CacheEvent::segment, address, segment.bytes, address));
+    }
+    for (const auto& [address, chunk] : chunks_) {
+      if (chunk.used) {
+        known.push_back(event(CacheEvent::alloc, address, chunk.bytes, chunk.segment));
+      }
+    }
+    cache_.snapshot();
+  }
+  meanwhile();
+  for (const CacheEvent& one : known) {
+    cache_.known(one);
+  }
+  cache_.told();
+}
+
+Bytes FakeTorch::reserved() {
+  const RecursiveLock lock(mutex_);
+  Bytes all = 0;
+  for (const auto& [address, segment] : segments_) {
+    all += segment.bytes;
+  }
+  return all;
+}
+
+Bytes FakeTorch::allocated() {
+  const RecursiveLock lock(mutex_);
+  Bytes all = 0;
+  for (const auto& [address, chunk] : chunks_) {
+    all += chunk.used ? chunk.bytes : 0;
+  }
+  return all;
+}
+
+Bytes FakeTorch::reserved_peak() {
+  const RecursiveLock lock(mutex_);
+  return reserved_peak_;
+}
+
+std::string FakeTorch::differs(CacheMap& cache) {
+  const RecursiveLock lock(mutex_);
+  std::string text;
+  const auto expect = [&](const char* what, Bytes told, Bytes is) {
+    if (told != is && text.empty()) {
+      text = std::string(what) + " is " + std::to_string(is) + ", and the map says " +
+             std::to_string(told);
+    }
+  };
+  expect("reserved", cache.usage().reserved, reserved());
+  expect("allocated", cache.usage().allocated, allocated());
+  std::map<std::pair<driver::Stream, TorchPool>, Bytes> holes;
+  Bytes releasable = 0;
+  for (const auto& [address, chunk] : chunks_) {
+    const Segment& segment = segments_.at(chunk.segment);
+    Bytes& largest = holes[{segment.stream, segment.pool}];
+    largest = std::max(largest, chunk.used || segment.small ? 0 : chunk.bytes);
+    if (!chunk.used && chunk.bytes == segment.bytes && segment.pool == kDefaultPool) {
+      releasable += chunk.bytes;
+    }
+  }
+  expect("what can be released", cache.releasable(), releasable);
+  for (const auto& [owner, largest] : holes) {
+    expect("the largest hole", cache.largest_hole(CacheMap::Owner{owner.first, owner.second}),
+           largest);
+  }
+  return text;
+}
+
+}  // namespace stagehand::core::test

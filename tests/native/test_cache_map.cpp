@@ -1,0 +1,311 @@
+// The mirror of torch's cache, told event by event.
+#include <vector>
+
+#include "core/cache_map.hpp"
+#include "native/test.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+constexpr Address kBase = 1_GiB;
+
+struct Map : CacheMap {
+  driver::Stream stream = &stream_here;
+  std::array<std::uint64_t, 2> pool{};
+  int stream_here = 0;
+
+  CacheEvent event(CacheEvent::Kind kind, Bytes at, Bytes bytes) const {
+    return {kind, 0, kBase + at, bytes, stream, {pool[0], pool[1]}};
+  }
+  void segment(Bytes at, Bytes bytes) { apply(event(CacheEvent::segment, at, bytes)); }
+  void segment_gone(Bytes at, Bytes bytes) { apply(event(CacheEvent::segment_gone, at, bytes)); }
+  void mapped(Bytes at, Bytes bytes) { apply(event(CacheEvent::mapped, at, bytes)); }
+  void unmapped(Bytes at, Bytes bytes) { apply(event(CacheEvent::unmapped, at, bytes)); }
+  void alloc(Bytes at, Bytes bytes) { apply(event(CacheEvent::alloc, at, bytes)); }
+  void freed(Bytes at, Bytes bytes) { apply(event(CacheEvent::freed, at, bytes)); }
+
+  Bytes hole() { return largest_hole(Owner{stream, pool}); }
+  // Every stretch as "[megabytes" of a segment's first, "m" a block, "." a hole: [.2 m3 .15
+  std::string walked() {
+    std::vector<Stretch> stretches;
+    walk(Owner{stream, pool}, &stretches);
+    std::string text;
+    for (const Stretch& one : stretches) {
+      text += one.begins_segment ? "[" : "";
+      text += one.hole ? "." : "m";
+      text += std::to_string(one.bytes >> 20) + (one.of_owner ? " " : "? ");
+    }
+    return text;
+  }
+};
+
+TEST("a segment is one hole, and blocks cut it up and give it back") {
+  Map map;
+  map.segment(0, 20_MiB);
+  CHECK_EQ(map.hole(), 20_MiB);
+  map.alloc(0, 4_MiB);
+  map.alloc(4_MiB, 2_MiB);
+  CHECK_EQ(map.walked(), "[m4 m2 .14 ");
+  map.freed(0, 4_MiB);
+  CHECK_EQ(map.hole(), 14_MiB);
+  CHECK_EQ(map.usage().allocated, 2_MiB);
+  map.alloc(6_MiB, 14_MiB);
+  CHECK_EQ(map.hole(), 4_MiB);
+  CHECK_EQ(map.walked(), "[.4 m2 m14 ");
+  map.freed(4_MiB, 2_MiB);
+  map.freed(6_MiB, 14_MiB);
+  CHECK_EQ(map.hole(), 20_MiB);
+  CHECK_EQ(map.usage().allocated, 0);
+  CHECK_EQ(map.usage().reserved, 20_MiB);
+}
+
+TEST("what torch does not cut off a block is not a hole") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.alloc(0, 7_MiB / 2);
+  map.alloc(7_MiB / 2, 2_MiB);
+  map.freed(0, 7_MiB / 2);
+  map.alloc(0, 3_MiB);  // gets all 3.5 MiB: half of one is not worth a block
+  CHECK_EQ(map.usage().allocated, 11_MiB / 2);
+  map.freed(7_MiB / 2, 2_MiB);
+  CHECK_EQ(map.hole(), 33_MiB / 2);
+  map.freed(0, 3_MiB);
+  CHECK_EQ(map.hole(), 20_MiB);
+  CHECK_EQ(map.usage().allocated, 0);
+}
+
+TEST("a request is rounded to torch's unit, and the largest since the last look is told once") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.alloc(0, 2_MiB + 1);
+  CHECK_EQ(map.usage().allocated, 2_MiB + 512);
+  map.alloc(2_MiB + 512, 3_MiB);
+  CHECK_EQ(map.take_largest_request(), 3_MiB);
+  CHECK_EQ(map.take_largest_request(), 0);
+  map.freed(0, 2_MiB + 1);
+  CHECK_EQ(map.usage().allocated, 3_MiB);
+}
+
+TEST("only wholly free segments of the default pool can be released") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.segment(64_MiB, 2_MiB);
+  CHECK_EQ(map.releasable(), 22_MiB);
+  map.alloc(0, 4_MiB);
+  map.alloc(4_MiB, 4_MiB);
+  map.alloc(64_MiB, 512);
+  CHECK_EQ(map.releasable(), 0);
+  map.freed(0, 4_MiB);
+  CHECK_EQ(map.releasable(), 0);
+  map.freed(64_MiB, 512);
+  CHECK_EQ(map.releasable(), 2_MiB);
+  map.freed(4_MiB, 4_MiB);
+  CHECK_EQ(map.releasable(), 22_MiB);
+  map.segment_gone(0, 20_MiB);
+  CHECK_EQ(map.releasable(), 2_MiB);
+  CHECK_EQ(map.hole(), 0);
+  map.pool = {1, 0};
+  map.segment(0, 20_MiB);
+  CHECK_EQ(map.releasable(), 2_MiB);
+  map.alloc(0, 2_MiB);
+  map.freed(0, 2_MiB);
+  CHECK_EQ(map.releasable(), 2_MiB);
+}
+
+TEST("a hole is its stream's and its pool's alone") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.pool = {1, 0};
+  CHECK_EQ(map.hole(), 0);
+  map.segment(32_MiB, 12_MiB);
+  CHECK_EQ(map.hole(), 12_MiB);
+  CHECK_EQ(map.walked(), "[.20? [.12 ");
+  CHECK(map.owner_of(kBase + 33_MiB)->pool == map.pool);
+  map.stream = nullptr;
+  CHECK_EQ(map.hole(), 0);
+  CHECK(!map.owner_of(kBase + 20_MiB).has_value());
+  CHECK(!map.owner_of(kBase - 1).has_value());
+}
+
+TEST("blocks of small segments are counted, and neither holes nor walked") {
+  Map map;
+  map.segment(0, 2_MiB);
+  map.alloc(0, 512);
+  map.alloc(512, 100'000);
+  CHECK_EQ(map.hole(), 0);
+  CHECK_EQ(map.walked(), "");
+  CHECK_EQ(map.usage().allocated, 512 + round_up(100'000, 512));
+  map.freed(0, 512);
+  map.freed(512, 100'000);
+  CHECK_EQ(map.usage().allocated, 0);
+  CHECK_EQ(map.releasable(), 2_MiB);
+}
+
+TEST("what is known and what happens meanwhile make one picture") {
+  Map map;
+  map.segment(512_MiB, 4_MiB);  // of before: told again below, or gone
+  map.snapshot();
+  map.alloc(2_MiB, 4_MiB);  // after the snapshot: into what is told next
+  map.freed(0, 2_MiB);
+  map.segment(64_MiB, 20_MiB);
+  CHECK_EQ(map.usage().reserved, 0);
+  map.known(map.event(CacheEvent::segment, 0, 20_MiB));
+  map.known(map.event(CacheEvent::alloc, 0, 2_MiB));
+  map.told();
+  CHECK_EQ(map.walked(), "[.2 m4 .14 [.20 ");
+  CHECK_EQ(map.usage().reserved, 40_MiB);
+  CHECK_EQ(map.usage().allocated, 4_MiB);
+  CHECK_EQ(map.releasable(), 20_MiB);
+  CHECK_EQ(map.take_largest_request(), 0);  // nobody asked for what was there
+  map.alloc(64_MiB, 8_MiB);
+  CHECK_EQ(map.walked(), "[.2 m4 .14 [m8 .12 ");
+}
+
+TEST("a block freed that nobody told of changes nothing") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.freed(0, 4_MiB);
+  map.freed(100_MiB, 4_MiB);
+  CHECK_EQ(map.usage().allocated, 0);
+  CHECK_EQ(map.hole(), 20_MiB);
+  CHECK_EQ(map.releasable(), 20_MiB);
+}
+
+TEST("what an expandable segment maps joins what ends where it begins") {
+  Map map;
+  map.mapped(0, 20_MiB);
+  map.alloc(0, 16_MiB);
+  map.mapped(20_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "[m16 .24 ");
+  CHECK_EQ(map.hole(), 24_MiB);
+  CHECK_EQ(map.releasable(), 24_MiB);
+  map.alloc(16_MiB, 24_MiB);
+  CHECK_EQ(map.hole(), 0);
+  CHECK_EQ(map.releasable(), 0);
+  map.freed(0, 16_MiB);
+  map.freed(16_MiB, 24_MiB);
+  CHECK_EQ(map.hole(), 40_MiB);
+  CHECK_EQ(map.usage().reserved, 40_MiB);
+}
+
+TEST("a part of an expandable segment that goes back leaves what is around it") {
+  Map map;
+  map.mapped(0, 60_MiB);
+  map.alloc(0, 10_MiB);
+  map.alloc(10_MiB, 40_MiB);
+  map.alloc(50_MiB, 10_MiB);
+  map.freed(10_MiB, 40_MiB);
+  map.unmapped(20_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "[m10 .10 [.10 m10 ");
+  CHECK_EQ(map.usage().reserved, 40_MiB);
+  CHECK_EQ(map.releasable(), 20_MiB);
+  CHECK_EQ(map.hole(), 10_MiB);
+  map.freed(0, 10_MiB);
+  CHECK_EQ(map.hole(), 20_MiB);
+  map.freed(50_MiB, 10_MiB);
+  map.unmapped(0, 20_MiB);
+  CHECK_EQ(map.walked(), "[.20 ");
+  map.unmapped(40_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "");
+  CHECK_EQ(map.usage().reserved, 0);
+  CHECK_EQ(map.releasable(), 0);
+  CHECK_EQ(map.hole(), 0);
+}
+
+TEST("what is mapped between two parts of an expandable segment makes them one") {
+  Map map;
+  map.mapped(0, 60_MiB);
+  map.alloc(0, 10_MiB);
+  map.unmapped(20_MiB, 20_MiB);
+  map.alloc(40_MiB, 10_MiB);
+  map.mapped(20_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "[m10 .30 m10 .10 ");
+  CHECK_EQ(map.hole(), 30_MiB);
+  map.alloc(10_MiB, 30_MiB);  // across both seams
+  CHECK_EQ(map.hole(), 10_MiB);
+  CHECK_EQ(map.releasable(), 10_MiB);
+  map.freed(10_MiB, 30_MiB);
+  map.freed(40_MiB, 10_MiB);
+  map.freed(0, 10_MiB);
+  CHECK_EQ(map.hole(), 60_MiB);
+  CHECK_EQ(map.releasable(), 60_MiB);
+}
+
+TEST("neighbours that are not one expandable segment stay apart") {
+  Map map;
+  map.mapped(0, 20_MiB);
+  map.pool = {1, 0};
+  map.mapped(20_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "[.20? [.20 ");
+  map.segment(40_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "[.20? [.20 [.20 ");
+}
+
+TEST("growth above the mark is counted to the byte, and what was above it before is not") {
+  Map map;
+  map.set_mark(30_MiB);
+  map.segment(0, 20_MiB);
+  CHECK_EQ(map.usage().over_mark, 0);
+  map.segment(32_MiB, 20_MiB);
+  CHECK_EQ(map.usage().over_mark, 10_MiB);
+  map.segment(64_MiB, 2_MiB);
+  CHECK_EQ(map.usage().over_mark, 12_MiB);
+  map.segment_gone(0, 20_MiB);
+  map.segment(96_MiB, 2_MiB);
+  CHECK_EQ(map.usage().over_mark, 12_MiB);
+  map.set_mark(kUnlimited);
+  map.segment(128_MiB, 20_MiB);
+  CHECK_EQ(map.usage().over_mark, 12_MiB);
+}
+
+TEST("peaks are those since the last reset, and of the last look") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.alloc(0, 8_MiB);
+  map.freed(0, 8_MiB);
+  CHECK_EQ(map.usage().allocated_peak, 8_MiB);
+  CHECK_EQ(map.take_allocated_peak(), 8_MiB);
+  CHECK_EQ(map.take_allocated_peak(), 0);
+  map.segment_gone(0, 20_MiB);
+  CHECK_EQ(map.usage().reserved_peak, 20_MiB);
+  map.reset_peaks();
+  CHECK_EQ(map.usage().reserved_peak, 0);
+  CHECK_EQ(map.usage().allocated_peak, 0);
+}
+
+TEST("where no event tells, the numbers given count: peaks, and growth above the mark") {
+  Map map;
+  map.set_mark(30_MiB);
+  map.set_usage(20_MiB, 8_MiB);
+  map.set_usage(40_MiB, 30_MiB);
+  map.set_usage(10_MiB, 2_MiB);
+  CHECK_EQ(map.usage().reserved, 10_MiB);
+  CHECK_EQ(map.usage().reserved_peak, 40_MiB);
+  CHECK_EQ(map.usage().allocated_peak, 30_MiB);
+  CHECK_EQ(map.usage().over_mark, 10_MiB);
+}
+
+TEST("a block is kept until torch frees it") {
+  Map map;
+  map.segment(0, 20_MiB);
+  map.alloc(0, 4_MiB);
+  map.keep(kBase);
+  CHECK(map.kept(kBase));
+  CHECK(!map.kept(kBase + 512));
+  map.freed(0, 4_MiB);
+  CHECK(!map.kept(kBase));
+}
+
+TEST("a request grows the cache by the segment torch asks the driver for") {
+  CHECK_EQ(CacheMap::segment_for(1), 2_MiB);
+  CHECK_EQ(CacheMap::segment_for(1_MiB), 2_MiB);
+  CHECK_EQ(CacheMap::segment_for(1_MiB + 512), 20_MiB);
+  CHECK_EQ(CacheMap::segment_for(10_MiB - 512), 20_MiB);
+  CHECK_EQ(CacheMap::segment_for(10_MiB), 10_MiB);
+  CHECK_EQ(CacheMap::segment_for(21_MiB + 1), 22_MiB);
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
