@@ -44,6 +44,7 @@ struct Block {
   void* storage = nullptr;
   const void* identity = nullptr;
   Bytes storage_bytes = 0;
+  bool made_again = false;   // asked of torch by us, for a record that comes back
   bool in_mem_pool = false;  // its memory serves nothing outside that torch.cuda.MemPool
 
   Address end() const { return address + size; }

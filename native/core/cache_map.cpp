@@ -282,6 +282,11 @@ void CacheMap::set_usage(Bytes reserved, Bytes allocated) {
   }
 }
 
+void CacheMap::forget_allocated(Bytes bytes) {
+  const Lock lock(mutex_);
+  usage_.allocated -= std::min(usage_.allocated, bytes);
+}
+
 void CacheMap::reset_peaks() {
   const Lock lock(mutex_);
   usage_.reserved_peak = usage_.reserved;

@@ -52,6 +52,7 @@ class CacheMap {
   Usage usage();
   // Where no events tell.
   void set_usage(Bytes reserved, Bytes allocated);
+  void forget_allocated(Bytes bytes);
   void reset_peaks();
   // Growth above `bytes` counts as over the mark; kUnlimited counts none.
   void set_mark(Bytes bytes);

@@ -245,7 +245,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   Lock lock(mutex_);
   Record* record = ledger_.find(id);
   if (record == nullptr) {
-    return {Status::stale, 0, nullptr, nullptr, 0};
+    return {Status::stale, 0, nullptr, nullptr, 0, false};
   }
   const driver::ContextGuard guard(table_, context_);
   if (held_ != nullptr) {
@@ -266,7 +266,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   Status status = Status::ok;
   if (!was_resident && !restore(lock, *record, &status)) {
     seal(lock);
-    return {status, 0, nullptr, nullptr, 0};
+    return {status, 0, nullptr, nullptr, 0, false};
   }
   Block* block = record->block;
   if (was_resident) {
@@ -288,7 +288,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
       --block->aliases;
       --counters_.aliases;
       owner_left(block);
-      return {Status::driver_failed, 0, nullptr, nullptr, 0};
+      return {Status::driver_failed, 0, nullptr, nullptr, 0, false};
     }
   }
   if (held_ != nullptr) {
@@ -300,7 +300,9 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   }
   prefetch(lock, *record);
   const Bytes inside = offset - record->block_begin;
-  const Unpacked found{Status::ok, block->address + inside, block, block->storage, inside};
+  const bool elsewhere = block->made_again && &clock != &block->arena->clock;
+  const Unpacked found{Status::ok, block->address + inside, block, block->storage, inside,
+                       elsewhere};
   seal(lock);  // the alias holds the block meanwhile
   return found;
 }
@@ -539,7 +541,7 @@ void Runtime::release_copy(Record& record) {
 bool Runtime::keep(Address address) {
   Lock lock(mutex_);
   if (held_ != nullptr) {
-    const bool known = cache_->owner_of(address).has_value();
+    const bool known = held_->side().triggers == 0 || cache_->owner_of(address).has_value();
     if (known) {
       cache_->keep(address);
     }

@@ -55,6 +55,7 @@ struct Unpacked {
   Block* block = nullptr;   // give back with drop_alias
   void* storage = nullptr;  // of torch's, where its own allocator cuts the blocks
   Bytes offset = 0;         // of the tensor's first element in it
+  bool elsewhere = false;   // it was made again on another stream than the consumer's
 };
 
 struct DebugModes {
@@ -226,7 +227,7 @@ class Runtime {
   void poll_owners(std::size_t most);
   Block* make_again(Lock& lock, Record& record, Status* status);
   bool prefetch_held(Lock& lock, Record& record, Bytes bytes);
-  void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner);
+  void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   void evict_down(Lock& lock);
   void leave_later(Lock& lock);
   bool wait_for_copy(Lock& lock, Record& record);

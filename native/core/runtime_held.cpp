@@ -86,6 +86,9 @@ void Runtime::refresh() {
 // Torch's free list has the block once the caller of the outermost function is done.
 void Runtime::let_go(Block* block) {
   const Address address = block->address;
+  if (held_->side().triggers == 0) {
+    cache_->forget_allocated(block->size);  // no event tells
+  }
   if (void* storage = held_->let_go(block); storage != nullptr) {
     t_departing.push_back({storage, address});
   }
@@ -193,6 +196,11 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   block->owned_by_torch = true;
   Saved saved = tag(block, data, first, last);
   saved.took_reference = fresh;
+  if (fresh) {
+    // Made again on the stream it is used on from here: autograd runs the node there, and what
+    // torch was told by record_stream goes with the storage.
+    block->record->stream = stream;
+  }
   if (const StreamClock& clock = clocks_.of(stream); &clock != &block->arena->clock) {
     block->add_user(clock.index());
   }
@@ -224,7 +232,10 @@ Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
     return nullptr;
   }
   refresh();
-  return adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
+  Block* block =
+      adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
+  block->made_again = true;
+  return block;
 }
 
 // Whose blocks torch hands out to this thread for work on `stream`.
@@ -251,11 +262,13 @@ bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
   refresh();
   Block* block =
       adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
+  block->made_again = true;
   Record* still = ledger_.find(id);
   if (still == nullptr || still->block != nullptr || still->copying || !still->clean()) {
     give_back(block);
     return false;
   }
+  still->block_begin = still->returning_begin();
   arrivals_.assign(1, {still, block});
   return flush_prefetch();
 }
@@ -284,11 +297,20 @@ bool Runtime::missed(driver::Stream stream) {
   const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
   const Bytes growth =
       request != 0 ? CacheMap::segment_for(request) + kSmallSegments : budget_.high - budget_.low;
-  if (fits_under(counters_.mapped, growth, ceiling())) {
-    return !t_departing.empty();
+  Bytes roof = ceiling();
+  if (fits_under(counters_.mapped, growth, roof)) {
+    // Others use the device too, and torch asks only once.
+    std::size_t driver_free = 0;
+    std::size_t total = 0;
+    if (table_.mem_get_info(&driver_free, &total) == driver::kSuccess) {
+      roof = std::min<Bytes>(roof, counters_.mapped + driver_free);
+    }
+    if (fits_under(counters_.mapped, growth, roof)) {
+      return !t_departing.empty();
+    }
   }
   if (request != 0) {
-    make_hole(lock, request, owner_here(stream));
+    make_hole(lock, request, owner_here(stream), roof);
   } else {
     evict_down(lock);
   }
@@ -339,7 +361,7 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
 
 // Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
 // enough wholly free segments for a new one of its own, which go back to the driver.
-void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner) {
+void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
   const Bytes growth = CacheMap::segment_for(request);
   bool squeeze = false;
   for (;;) {
@@ -356,8 +378,8 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner)
     if (window.found && window.victims > 0) {
       result = evict_window(window, squeeze, &missing);
     } else if (fits_under(counters_.mapped - std::min(counters_.mapped, releasable), growth,
-                          ceiling())) {
-      t_release = !fits_under(counters_.mapped, growth, ceiling());
+                          roof)) {
+      t_release = !fits_under(counters_.mapped, growth, roof);
       counters_.host_waits += t_release ? 1 : 0;
       return;
     } else if (Record* last = last_needed(false, owner.pool != CacheMap::Owner{}.pool);

@@ -84,6 +84,9 @@ struct TorchSide {
   // Whether the reference held is the only one, and the memory still the one that was held. Takes
   // no lock.
   bool (*alone)(void* storage, Address address, Bytes bytes) = nullptr;
+  // Work on `stream` uses the storage from now on: torch hands it out again only behind that.
+  // Takes torch's mutex. With the GIL.
+  void (*used_on)(void* storage, int device, driver::Stream stream) = nullptr;
   // Gives the reference up; takes torch's mutex. Where the storage is not alone: with the GIL.
   void (*drop)(void* storage) = nullptr;
   // Memory from torch for work on `stream`; takes torch's mutex. `quiet`: without `missed`.

@@ -58,9 +58,27 @@ driver::Stream current_stream(const dlpack::Device& device) {
   return stream;
 }
 
+// Python's own collection of garbage may end handles and storages, which must not happen while a
+// call of the core runs Python under its lock: only what stands in for the trigger library does.
+class PausedCollection {
+ public:
+  explicit PausedCollection(bool wanted) : paused_(wanted && PyGC_Disable() == 1) {}
+  ~PausedCollection() {
+    if (paused_) {
+      PyGC_Enable();
+    }
+  }
+  PausedCollection(const PausedCollection&) = delete;
+  PausedCollection& operator=(const PausedCollection&) = delete;
+
+ private:
+  const bool paused_;
+};
+
 // A tensor over a storage of torch's, exactly as the saved one was. Torch holds the storage from
 // then on, and the engine sees that by itself.
-nb::object make_view(const Handle& handle, const core::Unpacked& unpacked) {
+nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
+                     driver::Stream consumer) {
   const Geometry& g = handle.geometry;
   const core::Bytes item = (core::Bytes{g.dtype.bits} * g.dtype.lanes + 7) / 8;
   core::TensorPlace place;
@@ -69,8 +87,11 @@ nb::object make_view(const Handle& handle, const core::Unpacked& unpacked) {
   place.strides = g.strides();
   place.ndim = g.ndim;
   place.dtype = handle.dtype;
-  auto* tensor =
-      static_cast<PyObject*>(Registry::get().torch_side()->wrap(unpacked.storage, &place));
+  const core::TorchSide& side = *Registry::get().torch_side();
+  auto* tensor = static_cast<PyObject*>(side.wrap(unpacked.storage, &place));
+  if (unpacked.elsewhere) {
+    side.used_on(unpacked.storage, g.device.id, consumer);
+  }
   handle.runtime->drop_alias(unpacked.block);
   if (tensor == nullptr) {
     throw nb::python_error();
@@ -237,6 +258,10 @@ Handle Hooks::pack(nb::handle tensor) {
 core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                              Address first, Address last) const {
   const core::TorchSide& side = *Registry::get().torch_side();
+  if (handle.geometry.device.type != dlpack::kCuda || handle.geometry.device.id != device_) {
+    return {core::Refusal::foreign_storage, {}, 0, false};
+  }
+  const PausedCollection paused(side.triggers == 0);
   core::HeldStorage held;
   const core::Hold result = side.hold(tensor.ptr(), &held, &handle.dtype);
   if (result != core::Hold::held) {
@@ -317,6 +342,7 @@ nb::object Hooks::unpack(const Handle& handle) {
     note_usage(device_, handle.runtime->bytes_of(handle.record));
   }
   // What stands in for the trigger library is Python.
+  const PausedCollection paused(side != nullptr && side->triggers == 0);
   if (handle.runtime->resident(handle.record) || (side != nullptr && side->triggers == 0)) {
     unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
   } else {
@@ -327,7 +353,7 @@ nb::object Hooks::unpack(const Handle& handle) {
     raise_failed(handle, unpacked.status);
   }
   return torch.with_version_of(handle.probe.ptr(), unpacked.storage != nullptr
-                                                       ? make_view(handle, unpacked)
+                                                       ? make_view(handle, unpacked, consumer)
                                                        : make_alias(handle, unpacked));
 }
 

@@ -29,6 +29,7 @@ struct Functions {
   nb::object capturing;
   nb::object empty_cache;
   nb::object memory_stats;
+  nb::object external_stream;
 };
 
 const Functions& functions() {
@@ -47,6 +48,7 @@ const Functions& functions() {
     made->capturing = cuda.attr("is_current_stream_capturing");
     made->empty_cache = cuda.attr("empty_cache");
     made->memory_stats = cuda.attr("memory_stats_as_nested_dict");
+    made->external_stream = cuda.attr("ExternalStream");
     leaked = made;
   }
   return *leaked;
@@ -145,6 +147,13 @@ bool alone(void* storage, core::Address, Bytes) {
   return use_count(reference->storage) == reference->count;
 }
 
+void used_on(void* storage, int device, driver::Stream stream) {
+  const auto* reference = static_cast<const Reference*>(storage);
+  const nb::object external = functions().external_stream(reinterpret_cast<std::uintptr_t>(stream),
+                                                          nb::arg("device") = device);
+  reference->bytes.attr("record_stream")(external);
+}
+
 void drop(void* storage) { delete static_cast<Reference*>(storage); }
 
 bool make(int device, Bytes bytes, driver::Stream, bool, HeldStorage* held) {
@@ -169,6 +178,7 @@ bool make(int device, Bytes bytes, driver::Stream, bool, HeldStorage* held) {
 }
 
 bool release_cached() {
+  const nb::gil_scoped_acquire locked;  // its callers hold no lock, and may have given the GIL up
   functions().empty_cache();
   return true;
 }
@@ -185,6 +195,7 @@ const core::TorchSide& python_side() {
     made->hold = &hold;
     made->wrap = &wrap;
     made->alone = &alone;
+    made->used_on = &used_on;
     made->drop = &drop;
     made->make = &make;
     made->release_cached = &release_cached;

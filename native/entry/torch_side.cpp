@@ -118,7 +118,11 @@ std::string use_torch_side(std::uintptr_t table, int device) {
   if (const char* refused = side->listen(&kListener); refused != nullptr) {
     return refused;
   }
-  const std::string wrong = try_out(*side, device);
+  // What other threads allocate meanwhile may spoil a try.
+  std::string wrong = try_out(*side, device);
+  for (int again = 0; again < 3 && !wrong.empty(); ++again) {
+    wrong = try_out(*side, device);
+  }
   if (wrong.empty()) {
     Registry::get().set_torch_side(side);
   }

@@ -81,6 +81,16 @@ bool alone(void* storage, std::uint64_t address, std::uint64_t bytes) {
          reinterpret_cast<std::uintptr_t>(impl->data()) == address && impl->nbytes() == bytes;
 }
 
+void used_on(void* storage, int device, stagehand::driver::Stream stream) {
+  try {
+    caching::recordStream(impl_of(storage)->data_ptr(),
+                          c10::cuda::getStreamFromExternal(reinterpret_cast<cudaStream_t>(stream),
+                                                           static_cast<c10::DeviceIndex>(device)));
+  } catch (const std::exception&) {
+    // Not memory of torch's allocator any more: nothing of it is handed out again.
+  }
+}
+
 void drop(void* storage) { c10::raw::intrusive_ptr::decref(impl_of(storage)); }
 
 bool make(int device, std::uint64_t bytes, stagehand::driver::Stream stream, bool quiet,
@@ -240,6 +250,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.hold = &hold;
     made.wrap = &wrap;
     made.alone = &alone;
+    made.used_on = &used_on;
     made.drop = &drop;
     made.make = &make;
     made.release_cached = &release_cached;
