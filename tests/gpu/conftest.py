@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import pathlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+SHARED = "STAGEHAND_GPU_TESTS_SHARED"  # set by run.py
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +18,12 @@ def cuda() -> None:
     """Skips where there is no GPU; starts no CUDA in this process."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+@pytest.fixture
+def shared(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder that all tests of one run have in common; this test's own without run.py."""
+    return pathlib.Path(os.environ.get(SHARED) or tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +37,21 @@ def installed(cuda: None) -> None:
 @pytest.fixture
 def books(installed: None) -> Iterator[None]:
     """After the test nothing is retained and the books are whole."""
-    import gc
+    yield
+    check_books()
 
+
+@pytest.fixture
+def torch_books(cuda: None) -> Iterator[None]:
+    """The same with nothing installed: on torch's own caching allocator."""
+    yield
+    check_books()
+
+
+def check_books() -> None:
     import stagehand_alloc
     from stagehand_alloc import _native
 
-    yield
     gc.collect()
     torch.cuda.synchronize()
     after = stagehand_alloc.stats()

@@ -3,7 +3,8 @@
     python tests/gpu/run.py [-k EXPRESSION] [--jobs N] [--out FILE]
 
 A test passes only if its process also ends with exit code 0: a crash at interpreter shutdown is a
-failure. Tests in files named test_alone_* run one at a time, without others on the GPU. The record,
+failure. Tests in files named test_alone_* run one at a time, without others on the GPU. What a test
+measured (record_property) is printed and recorded beside its outcome. The record,
 benchmarks/results/gpu-tests.json, names the sources it was made of (benchmarks/source_hash.py); a
 selection with -k writes none unless told where.
 """
@@ -28,6 +29,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 TIMEOUT_SECONDS = 300
+SHARED = "STAGEHAND_GPU_TESTS_SHARED"  # a folder for what several tests of one run need
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness import driver_version  # noqa: E402
@@ -46,15 +48,17 @@ class Outcome:
     outcome: str  # "passed", "failed" or "skipped"
     seconds: float
     output: str
+    figures: dict[str, str]
 
 
-def environment() -> dict[str, str]:
+def environment(shared: str = "") -> dict[str, str]:
     """Ours, so that the tests find the package built in place and deterministic cuBLAS."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        SHARED: shared,
     }
 
 
@@ -78,7 +82,7 @@ def collect(expression: str | None) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def run_one(test: str) -> Outcome:
+def run_one(test: str, shared: str) -> Outcome:
     """Run one test in its own process group, which is ended when it takes too long."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +93,7 @@ def run_one(test: str) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment(),
+            env=environment(shared),
             start_new_session=True,
         )
         try:
@@ -98,9 +102,10 @@ def run_one(test: str) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)
             output = f"{process.communicate()[0]}\nended after {TIMEOUT_SECONDS} s"
         outcome = read_outcome(report) if process.returncode == 0 else "failed"
+        figures = read_figures(report)
     if outcome == "failed":
         output += f"\nexit code {process.returncode}"
-    return Outcome(test, outcome, round(time.perf_counter() - began, 1), output)
+    return Outcome(test, outcome, round(time.perf_counter() - began, 1), output, figures)
 
 
 def read_outcome(report: pathlib.Path) -> str:
@@ -116,24 +121,38 @@ def read_outcome(report: pathlib.Path) -> str:
     return "skipped" if cases[0].find("skipped") is not None else "passed"
 
 
+def read_figures(report: pathlib.Path) -> dict[str, str]:
+    """What the test gave to record_property."""
+    try:
+        found = list(ElementTree.parse(report).iter("property"))
+    except (OSError, ElementTree.ParseError):
+        return {}
+    return {one.get("name", ""): one.get("value", "") for one in found}
+
+
 def show(outcome: Outcome) -> None:
-    print(f"{outcome.outcome:<8} {outcome.seconds:6.1f} s  {outcome.test}", flush=True)
+    figures = ", ".join(f"{name} {value}" for name, value in outcome.figures.items())
+    print(
+        f"{outcome.outcome:<8} {outcome.seconds:6.1f} s  {outcome.test}"
+        + (f"\n{'':20}{figures}" if figures else ""),
+        flush=True,
+    )
     if outcome.outcome != "passed":
         print(outcome.output.strip(), flush=True)
 
 
-def run_all(tests: list[str], jobs: int) -> list[Outcome]:
+def run_all(tests: list[str], jobs: int, shared: str) -> list[Outcome]:
     alone = [
         test for test in tests if pathlib.Path(test.split("::")[0]).name.startswith("test_alone_")
     ]
     outcomes = []
     with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
-        running = [threads.submit(run_one, test) for test in tests if test not in alone]
+        running = [threads.submit(run_one, test, shared) for test in tests if test not in alone]
         for done in concurrent.futures.as_completed(running):
             outcomes.append(done.result())
             show(outcomes[-1])
     for test in alone:
-        outcomes.append(run_one(test))
+        outcomes.append(run_one(test, shared))
         show(outcomes[-1])
     return outcomes
 
@@ -157,7 +176,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     sources = source_hash(ROOT)
     began = time.perf_counter()
-    outcomes = run_all(collect(options.expression), options.jobs)
+    with tempfile.TemporaryDirectory() as shared:
+        outcomes = run_all(collect(options.expression), options.jobs, shared)
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for outcome in outcomes:
         counts[outcome.outcome] += 1
@@ -166,7 +186,12 @@ def main(argv: list[str] | None = None) -> int:
     out = options.out or (None if options.expression else RECORD)
     if out is not None:
         tests = [
-            {"test": one.test, "outcome": one.outcome, "seconds": one.seconds}
+            {
+                "test": one.test,
+                "outcome": one.outcome,
+                "seconds": one.seconds,
+                **({"figures": one.figures} if one.figures else {}),
+            }
             for one in sorted(outcomes, key=lambda one: one.test)
         ]
         record = {**place, **counts, "sources": sources, "seconds": seconds, "tests": tests}

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from steps import MIB, in_threads, mlp, one_step
 from torch.utils.data import DataLoader, TensorDataset
-
-MIB = 1 << 20
-
-
-def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
-
-
-def mlp(width: int = 512, depth: int = 6) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
-    ).cuda()
-
-
-def one_step(model: nn.Module, x: Tensor, around: Any) -> list[str]:
-    model.zero_grad(set_to_none=True)
-    with around:
-        loss = model(x).pow(2).mean()
-    loss.backward()
-    found = [digest(loss)] + [digest(p.grad) for p in model.parameters() if p.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 def budget(room: int, limit: bool = False) -> Any:
@@ -55,12 +30,10 @@ def budget(room: int, limit: bool = False) -> Any:
 
 
 def test_after_a_caught_out_of_memory_a_smaller_step_trains_right(books: None) -> None:
-    import contextlib
-
     import stagehand_alloc
 
     model, x = mlp(), torch.randn(1024, 512, device="cuda")
-    expected = one_step(model, x, contextlib.nullcontext())
+    expected = one_step(model, x)
     pool = budget(64 * MIB, limit=True)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         one_step(model, x.repeat(64, 1), pool)
@@ -144,8 +117,6 @@ def test_a_replayed_graph_is_right_after_later_allocations(books: None) -> None:
 
 
 def test_training_in_a_budget_goes_on_beside_a_captured_graph(books: None) -> None:
-    import contextlib
-
     import stagehand_alloc
 
     x = torch.randn(128, 256, device="cuda")
@@ -155,7 +126,7 @@ def test_training_in_a_budget_goes_on_beside_a_captured_graph(books: None) -> No
     with torch.cuda.graph(graph):
         y = (x * 2).sin() + 1
     model, batch = mlp(), torch.randn(8192, 512, device="cuda")
-    expected = one_step(model, batch, contextlib.nullcontext())
+    expected = one_step(model, batch)
     pool = budget(100 * MIB)
     before = stagehand_alloc.stats().evicted_bytes
     for _ in range(3):
@@ -186,12 +157,10 @@ def test_record_stream_keeps_a_block_until_the_other_stream_is_done(books: None)
 
 
 def test_training_on_a_side_stream_in_a_budget(books: None) -> None:
-    import contextlib
-
     import stagehand_alloc
 
     model, x = mlp(), torch.randn(8192, 512, device="cuda")
-    expected = one_step(model, x, contextlib.nullcontext())
+    expected = one_step(model, x)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     before = stagehand_alloc.stats().evicted_bytes
@@ -203,31 +172,10 @@ def test_training_on_a_side_stream_in_a_budget(books: None) -> None:
     assert stagehand_alloc.stats().evicted_bytes > before
 
 
-def in_threads(*jobs: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
 def test_threads_beside_a_budgeted_training(books: None) -> None:
     """One thread trains in a budget, others allocate, compute and free on their own streams."""
-    import contextlib
-
     model, x = mlp(), torch.randn(8192, 512, device="cuda")
-    expected = one_step(model, x, contextlib.nullcontext())
+    expected = one_step(model, x)
     pool = budget(256 * MIB)
 
     def train() -> None:
@@ -270,12 +218,10 @@ def test_a_forked_child_ends_cleanly(books: None) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_training_with_forked_data_loader_workers(books: None) -> None:
-    import contextlib
-
     model = mlp(64, 2)
     rows = torch.arange(64 * 64, dtype=torch.float32).reshape(64, 64) / 4096
     pool = budget(64 * MIB)
     for (x,) in DataLoader(TensorDataset(rows), batch_size=16, num_workers=2, pin_memory=True):
         batch = x.cuda()
-        expected = one_step(model, batch, contextlib.nullcontext())
+        expected = one_step(model, batch)
         assert one_step(model, batch, pool) == expected

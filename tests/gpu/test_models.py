@@ -1,50 +1,90 @@
 """Real models on the GPU, inside budgets: the losses and gradients of plain torch, bit by bit.
 
-Plain torch runs with its own allocator in another process; every process must end cleanly.
+Plain torch runs with its own allocator in another process, once for all tests of a model; every
+process must end cleanly.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 TRAINER = pathlib.Path(__file__).with_name("trainer.py")
 MODELS = ("llama_bf16", "llama_fp32", "lora", "vit", "unet")
-SHARES = (0.75, 0.40)
 NEEDS = {"llama_bf16": "transformers", "llama_fp32": "transformers", "lora": "peft", "vit": "timm"}
+LEARNING_STEPS = 2  # until the plan knows the largest request, and what leaves ahead of need
+
+# Models vary fastest, so that no test waits for another's plain run of the same model.
+CASES = (
+    *(("allocator", share, model) for share in (0.75, 0.40) for model in MODELS),
+    *(("native", 0.40, model) for model in MODELS),
+    *(("mempool", 0.50, model) for model in MODELS),
+    *(("native", 0.75, model) for model in ("llama_fp32", "unet")),
+)
 
 
-def train(model: str, out: pathlib.Path, *options: str) -> dict[str, Any]:
+def case_id(case: tuple[str, float, str]) -> str:
+    mode, share, model = case
+    return f"{mode}-{model}-{share:.0%}"
+
+
+def train(model: str, out: pathlib.Path, *options: str, **variables: str) -> dict[str, Any]:
     command = [sys.executable, str(TRAINER), model, str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, **variables},
+    )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
 
-@pytest.mark.parametrize("share", SHARES, ids=lambda share: f"{share:.0%}")
-@pytest.mark.parametrize("model", MODELS)
-def test_losses_and_every_gradient_equal_plain_torch_inside_the_budget(
-    model: str, share: float, tmp_path: pathlib.Path, cuda: None
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets go of it
+        yield
+
+
+def plain(model: str, shared: pathlib.Path) -> dict[str, Any]:
+    """What plain torch finds; trained by whoever asks first."""
+    out = shared / f"plain-{model}.json"
+    with locked(shared / f"plain-{model}.lock"):
+        if not out.exists():
+            train(model, out)
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def compare(
+    actual: dict[str, Any],
+    expected: dict[str, Any],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    if model in NEEDS:
-        pytest.importorskip(NEEDS[model])
-    expected = train(model, tmp_path / "plain.json")
-    actual = train(model, tmp_path / "ours.json", "--share", str(share))
+    """Every loss and gradient is plain torch's, something left and came back, nothing is left."""
+    names = ("trigger", "high", "mapped_peak", "over_by_step", "largest_segment", "evicted_bytes")
+    for name in names:
+        record_property(name, actual[name])
     print({key: value for key, value in actual.items() if key != "steps"})
 
     assert len(actual["steps"]) == len(expected["steps"])
-    for step, (ours, plain) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
-        differing = [name for name in plain.keys() | ours if ours.get(name) != plain.get(name)]
+    for step, (ours, theirs) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
+        differing = [name for name in theirs.keys() | ours if ours.get(name) != theirs.get(name)]
         assert not differing, f"step {step}: {len(differing)} differ, such as {differing[:3]}"
-    # The budget was kept, and it was one: something had to leave and come back.
-    assert actual["mapped_peak"] <= actual["high"]
-    assert actual["overshoot_bytes"] == 0
+    # The budget was one: something had to leave and come back.
     assert actual["evicted_bytes"] > 0
     assert actual["restored_bytes"] > 0
     # Nothing is left, and the books are whole.
@@ -53,3 +93,53 @@ def test_losses_and_every_gradient_equal_plain_torch_inside_the_budget(
     # Weights are saved by autograd (a frozen linear layer saves nothing else), but never tagged.
     assert actual["saved_weights"] > 0
     assert 0 < actual["records"] <= actual["saved_storages"]
+
+
+def assert_budget_kept(mode: str, actual: dict[str, Any]) -> None:
+    over = actual["over_by_step"]
+    if mode == "allocator":
+        assert actual["mapped_peak"] <= actual["high"]
+        assert actual["overshoot_bytes"] == 0
+    elif mode == "native":
+        assert max(over[:LEARNING_STEPS]) <= actual["largest_segment"]
+        assert not any(over[LEARNING_STEPS:])
+    # A MemPool and the process's other memory cannot use each other's free segments: what that
+    # costs is told, not promised.
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_losses_and_every_gradient_equal_plain_torch_inside_the_budget(
+    case: tuple[str, float, str],
+    shared: pathlib.Path,
+    tmp_path: pathlib.Path,
+    record_property: Callable[[str, object], None],
+    cuda: None,
+) -> None:
+    mode, share, model = case
+    if model in NEEDS:
+        pytest.importorskip(NEEDS[model])
+    expected = plain(model, shared)
+    actual = train(model, tmp_path / "ours.json", "--share", str(share), "--mode", mode)
+    compare(actual, expected, record_property)
+    assert actual["mode"] == mode
+    assert actual["trigger"] == ("not needed" if mode == "allocator" else "loaded")
+    assert_budget_kept(mode, actual)
+
+
+def test_without_the_trigger_library_every_gradient_equals_plain_torch(
+    shared: pathlib.Path,
+    tmp_path: pathlib.Path,
+    record_property: Callable[[str, object], None],
+    cuda: None,
+) -> None:
+    pytest.importorskip("transformers")
+    model = "llama_bf16"
+    expected = plain(model, shared)
+    actual = train(
+        model,
+        tmp_path / "ours.json",
+        *("--share", "0.6", "--mode", "native"),
+        STAGEHAND_ALLOC_BUILD="0",
+    )
+    compare(actual, expected, record_property)
+    assert actual["trigger"] == "forbidden"

@@ -5,19 +5,33 @@ Each must print what it should, and end with the exit code it should: no crash a
 
 from __future__ import annotations
 
+import os
+import pathlib
 import subprocess
 import sys
 
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
 INSTALL = """
 import torch, stagehand_alloc
 torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
 """
+# How a script begins in each mode; on torch's own allocator nothing is installed.
+BEGIN = {"allocator": INSTALL, "native": "import torch, stagehand_alloc\n"}
+BEGIN["mempool"] = BEGIN["native"]
+every_mode = pytest.mark.parametrize("mode", ["allocator", "native", "mempool"])
 
 
-def run(script: str, code: int = 0) -> str:
+def run(script: str, code: int = 0, **variables: str) -> str:
     """Run a script; returns what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
     )
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
@@ -58,20 +72,40 @@ print("trained")
     assert "trained" in printed
 
 
-def test_a_pool_without_the_allocator_says_which_lines_to_add(cuda: None) -> None:
+def test_a_pool_without_the_allocator_is_on_torchs_own(cuda: None) -> None:
     printed = run(
         """
 import torch, stagehand_alloc
-try:
-    with stagehand_alloc.pool():
-        pass
-except stagehand_alloc.ModeError as error:
-    print(error)
-print(int(torch.ones(8, device="cuda").sum()))
+x = torch.ones(8, device="cuda", requires_grad=True)
+with stagehand_alloc.pool() as pool:
+    y = x.exp().sum()
+y.backward()
+print(pool.stats().mode, torch.equal(x.grad, x.exp()))
 """
     )
-    assert "change_current_allocator" in printed
-    assert "8" in printed
+    assert "native True" in printed
+
+
+def test_training_is_right_with_expandable_segments(cuda: None) -> None:
+    printed = run(
+        f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+from steps import budget_on_torch, mlp, one_step, rows
+import torch
+model, x = mlp(), rows()
+expected = one_step(model, x)
+assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+pool = budget_on_torch("native")
+for step in range(6):
+    assert one_step(model, x, pool) == expected, step
+assert pool.stats().evicted_bytes > 0
+assert pool.stats().mapped == torch.cuda.memory_reserved()
+print("trained,", pool.stats().trigger)
+""",
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )
+    assert "trained, loaded" in printed
 
 
 def test_bad_budgets_are_refused_with_numbers(cuda: None) -> None:
@@ -96,7 +130,7 @@ model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8))).cuda
 x = torch.randn(8192, 512, device="cuda")
 model(x).sum().backward()
 torch.cuda.synchronize(); torch.cuda.empty_cache()
-high = stagehand_alloc.stats().mapped + (64 << 20)
+high = torch.cuda.memory_reserved() + (64 << 20)
 pool = stagehand_alloc.pool(high=high, low=int(0.9 * high))
 with pool:
     loss = model(x).exp().sum()
@@ -104,24 +138,32 @@ assert pool.stats().evicted_bytes > 0
 """
 
 
-def test_the_interpreter_ends_cleanly_with_a_live_graph(cuda: None) -> None:
-    run(INSTALL + LIVE_AT_EXIT)
+def live_at_exit(mode: str) -> str:
+    return BEGIN[mode] + LIVE_AT_EXIT.replace("pool(", f"pool(mode={mode!r}, ")
 
 
-def test_the_interpreter_ends_cleanly_inside_a_pool(cuda: None) -> None:
+@every_mode
+def test_the_interpreter_ends_cleanly_with_a_live_graph(mode: str, cuda: None) -> None:
+    run(live_at_exit(mode))
+
+
+@every_mode
+def test_the_interpreter_ends_cleanly_inside_a_pool(mode: str, cuda: None) -> None:
     run(
-        INSTALL + "pool = stagehand_alloc.pool()\npool.__enter__()\n"
+        BEGIN[mode] + f"pool = stagehand_alloc.pool(mode={mode!r})\npool.__enter__()\n"
         "y = torch.ones(1 << 20, device='cuda', requires_grad=True).exp().exp()\n"
     )
 
 
-def test_an_uncaught_exception_ends_with_its_own_exit_code(cuda: None) -> None:
-    assert "ValueError: mine" in run(INSTALL + LIVE_AT_EXIT + "raise ValueError('mine')", code=1)
+@every_mode
+def test_an_uncaught_exception_ends_with_its_own_exit_code(mode: str, cuda: None) -> None:
+    assert "ValueError: mine" in run(live_at_exit(mode) + "raise ValueError('mine')", code=1)
 
 
-def test_the_demo_runs_on_the_gpu(cuda: None) -> None:
+@every_mode
+def test_the_demo_runs_on_the_gpu(mode: str, cuda: None) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "stagehand_alloc", "demo", "--steps", "4"],
+        [sys.executable, "-m", "stagehand_alloc", "demo", "--steps", "4", "--mode", mode],
         capture_output=True,
         text=True,
         timeout=120,
@@ -129,4 +171,5 @@ def test_the_demo_runs_on_the_gpu(cuda: None) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bitwise equal" in done.stdout
-    assert "process allocator" in done.stdout
+    assert f"mode {mode}" in done.stdout
+    assert ("trigger library loaded" in done.stdout) == (mode != "allocator")

@@ -3,6 +3,7 @@
 python trainer.py WORKLOAD OUT.json                plain torch, its native caching allocator
 python trainer.py WORKLOAD OUT.json --share 0.75   through stagehand_alloc, in a budget of 75 %
                                                    of the activation memory it measures first
+    --mode allocator|mempool|native                by which way in; "allocator" if not said
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,19 +52,33 @@ class Training:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def step(self, around: AbstractContextManager[Any]) -> Tensor:
-        """Forward in `around`, backward after it. Gradients stay, the weights are not changed."""
+        """Forward in `around`, backward after it. Gradients stay, the weights are not changed.
+
+        In a MemPool backward is inside too: on this thread, which alone allocates from it.
+        """
         batch = tuple(tensor.cuda() for tensor in self.workload.batch())
         self.optimizer.zero_grad(set_to_none=True)
         with around:
             loss = self.workload.loss(self.model, batch)
-        loss.backward()
+            inside = getattr(around, "mem_pool", None) is not None
+            if inside:
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()
+        if not inside:
+            loss.backward()
         return loss.detach()
 
-    def traced_steps(self, around: AbstractContextManager[Any]) -> list[dict[str, str]]:
-        """STEPS whole steps; for each the digests of the loss and of every gradient."""
+    def traced_steps(
+        self, around: AbstractContextManager[Any], look: Callable[[], None] = lambda: None
+    ) -> list[dict[str, str]]:
+        """STEPS whole steps; for each the digests of the loss and of every gradient.
+
+        `look` is called after each backward.
+        """
         found = []
         for _ in range(STEPS):
             loss = self.step(around)
+            look()
             named = {"loss": digest(loss)}
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
@@ -76,7 +92,7 @@ def plain(workload: Workload) -> dict[str, Any]:
     return {"steps": Training(workload).traced_steps(contextlib.nullcontext())}
 
 
-def budgeted(workload: Workload, share: float) -> dict[str, Any]:
+def budgeted(workload: Workload, share: float, mode: str) -> dict[str, Any]:
     import stagehand_alloc
     from stagehand_alloc import _native
 
@@ -84,22 +100,34 @@ def budgeted(workload: Workload, share: float) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     stagehand_alloc.reset_peak_stats()
+    torch.cuda.reset_peak_memory_stats()
     before = stagehand_alloc.stats()
     high = start + int(share * (peak - start))
     low = high - (peak - start) // 10
-    pool = stagehand_alloc.pool(high=high, low=low)
+    pool = stagehand_alloc.pool(high=high, low=low, mode=mode)
     training = Training(workload)
-    steps = training.traced_steps(pool)
+    over: list[int] = []  # bytes over high so far, after each step
+    segments: list[int] = []
+
+    def look() -> None:
+        over.append(stagehand_alloc.stats().overshoot_bytes - before.overshoot_bytes)
+        segments.append(0 if mode == "allocator" else largest_segment())
+
+    steps = training.traced_steps(pool, look)
     torch.cuda.synchronize()
     stats = pool.stats()
     after = stagehand_alloc.stats()
     return {
         "steps": steps,
+        "mode": stats.mode,
+        "trigger": stats.trigger,
         "high": high,
         "activation_bytes": peak - start,
-        "mapped_peak": after.mapped_peak,
+        "mapped_peak": torch.cuda.max_memory_reserved(),
         "overshoot_live": _native.stats(0)["overshoot_live"],
         "overshoot_bytes": after.overshoot_bytes - before.overshoot_bytes,
+        "over_by_step": [now - then for then, now in zip([0, *over], over, strict=False)],
+        "largest_segment": max(segments),
         "evicted_bytes": after.evicted_bytes - before.evicted_bytes,
         "restored_bytes": after.restored_bytes - before.restored_bytes,
         "left": {"records": after.records, "handles": after.handles, "retained": after.retained},
@@ -110,20 +138,24 @@ def budgeted(workload: Workload, share: float) -> dict[str, Any]:
 
 
 def measure(workload: Workload) -> tuple[int, int]:
-    """Occupied bytes at the start and at the peak of a step without a budget.
+    """Bytes in use at the start and at the peak of a step without a budget.
 
     The second step is measured: the first creates the optimizer's state and cuBLAS's workspaces.
+    Torch's functions answer in every mode; under the process allocator with our figures.
     """
-    import stagehand_alloc
-
     training = Training(workload)
     training.step(contextlib.nullcontext())
     training.optimizer.step()
     training.optimizer.zero_grad(set_to_none=True)
-    stagehand_alloc.reset_peak_stats()
-    start = stagehand_alloc.stats().occupied
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
     training.step(contextlib.nullcontext())
-    return start, stagehand_alloc.stats().occupied_peak
+    return start, torch.cuda.max_memory_allocated()
+
+
+def largest_segment() -> int:
+    """Bytes of the largest segment in torch's cache."""
+    return max(segment["total_size"] for segment in torch.cuda.memory_snapshot())
 
 
 def saved_storages(training: Training, pool: AbstractContextManager[Any]) -> dict[str, int]:
@@ -160,14 +192,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("workload", choices=BY_NAME)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--share", type=float)
+    parser.add_argument("--mode", choices=("allocator", "mempool", "native"), default="allocator")
     options = parser.parse_args(argv)
     workload = BY_NAME[options.workload]
-    if options.share is not None:
+    if options.share is not None and options.mode == "allocator":
         import stagehand_alloc
 
         torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
     deterministic()
-    found = plain(workload) if options.share is None else budgeted(workload, options.share)
+    if options.share is None:
+        found = plain(workload)
+    else:
+        found = budgeted(workload, options.share, options.mode)
     options.out.write_text(json.dumps(found), encoding="utf-8")
     return 0
 

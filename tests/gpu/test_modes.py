@@ -1,0 +1,699 @@
+"""Nothing installed: pools on torch's own caching allocator, and torch's own features beside them.
+
+Every test that trains compares each loss and gradient with a step without a pool, bit by bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import (
+    MIB,
+    ON_TORCH,
+    ROOM,
+    TIGHT_ROOM,
+    LossOf,
+    budget_on_torch,
+    digest,
+    in_threads,
+    mean_square,
+    mlp,
+    one_step,
+    rows,
+    settled,
+)
+from torch import Tensor, nn
+
+on_torch = pytest.mark.parametrize("mode", ON_TORCH)
+STEPS = 3  # one to learn the plan, two that follow it
+SLEEP_CYCLES = 20_000_000  # about 10 ms: what is queued behind it comes late
+
+
+def assert_trains(pool: Any, model: nn.Module, x: Tensor, expected: list[str]) -> None:
+    """STEPS steps in the pool are right, and tensors left and came back."""
+    import stagehand_alloc
+
+    before = stagehand_alloc.stats()
+    for _ in range(STEPS):
+        assert one_step(model, x, pool) == expected
+    after = stagehand_alloc.stats()
+    assert after.evicted_bytes > before.evicted_bytes
+    assert after.restored_bytes > before.restored_bytes
+
+
+# --- The mode
+
+
+def test_where_nothing_is_installed_a_pool_is_native_and_trains_right(torch_books: None) -> None:
+    import stagehand_alloc
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    high = settled() + ROOM
+    pool = stagehand_alloc.pool(high=high, low=int(0.9 * high))
+    assert_trains(pool, model, x, expected)
+    assert (pool.stats().mode, pool.stats().trigger) == ("native", "loaded")
+    assert pool.mem_pool is None
+    assert pool.stats().misses > 0
+
+
+def test_native_and_mempool_pools_take_turns(torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    for mode in ON_TORCH * 2:
+        pool = budget_on_torch(mode)
+        assert_trains(pool, model, x, expected)
+        assert pool.stats().mode == mode
+        del pool  # or the next budget would count its segments as in use
+
+
+def test_allocator_mode_without_the_allocator_says_which_lines_to_add(torch_books: None) -> None:
+    import stagehand_alloc
+
+    with (
+        pytest.raises(stagehand_alloc.ModeError, match="change_current_allocator"),
+        stagehand_alloc.pool(mode="allocator"),
+    ):
+        pass
+    assert torch.ones(8, device="cuda").sum().item() == 8
+
+
+@on_torch
+def test_modes_on_torchs_allocator_are_refused_where_ours_is_installed(
+    mode: str, books: None
+) -> None:
+    import stagehand_alloc
+
+    words = f"mode='{mode}' was asked for, but the process allocator is installed"
+    with (
+        pytest.raises(stagehand_alloc.ModeError, match=words),
+        stagehand_alloc.pool(mode=mode),
+    ):
+        pass
+    model, x = mlp(depth=1), rows(64)
+    assert one_step(model, x, stagehand_alloc.pool()) == one_step(model, x)
+
+
+@on_torch
+def test_a_pool_is_made_per_step_or_kept(mode: str, torch_books: None) -> None:
+    import stagehand_alloc
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    high = settled() + ROOM
+    sizes: dict[str, Any] = {"high": high, "low": high - ROOM // 10, "mode": mode}
+    kept = stagehand_alloc.pool(**sizes)
+    assert_trains(kept, model, x, expected)
+    del kept
+    mapped = []
+    for _ in range(2 * STEPS):
+        assert one_step(model, x, stagehand_alloc.pool(**sizes)) == expected
+        gc.collect()
+        mapped.append(stagehand_alloc.stats().mapped)
+    assert mapped[-1] <= max(mapped[:STEPS]), "every new pool takes more memory"
+
+
+# --- torch's own functions
+
+
+def test_torchs_memory_functions_are_its_own_and_right(torch_books: None) -> None:
+    import stagehand_alloc
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native")
+    assert one_step(model, x, pool) == expected
+    stagehand_alloc.reset_peak_stats()
+    torch.cuda.reset_peak_memory_stats()
+    assert_trains(pool, model, x, expected)
+    torch.cuda.synchronize()
+
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    segments = torch.cuda.memory_snapshot()
+    assert sum(segment["total_size"] for segment in segments) == reserved
+    assert sum(segment["allocated_size"] for segment in segments) == allocated
+    assert stagehand_alloc.stats().mapped == reserved
+    assert stagehand_alloc.stats().mapped_peak == torch.cuda.max_memory_reserved()
+
+    held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() == allocated + held.nbytes
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    states = {block["address"]: block["state"] for block in blocks}
+    assert states[held.data_ptr()] == "active_allocated"
+    del held
+    assert torch.cuda.memory_allocated() == allocated
+    assert "PyTorch CUDA memory summary" in torch.cuda.memory_summary()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < reserved
+    assert stagehand_alloc.stats().mapped == torch.cuda.memory_reserved()
+
+
+def test_memory_history_is_recorded_beside_the_engine(torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native")
+    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+    try:
+        assert_trains(pool, model, x, expected)
+        traces = torch.cuda.memory._snapshot()["device_traces"][0]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    actions = {entry["action"] for entry in traces}
+    assert {"alloc", "free_requested", "free_completed"} <= actions
+    assert_trains(pool, model, x, expected)
+
+
+def test_a_tensor_can_be_shared_with_other_processes(torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native")
+    assert_trains(pool, model, x, expected)
+    shared = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+    handle = shared.untyped_storage()._share_cuda_()
+    assert len(handle[1]) > 0
+    assert_trains(pool, model, x, expected)
+
+
+# --- CUDA graphs
+
+
+def captured(x: Tensor, model: nn.Module) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the model's forward on ``x``, and where each replay puts the result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+    return graph, y
+
+
+def warmed_up(x: Tensor, model: nn.Module) -> Tensor:
+    """The model's result; what may not start inside a capture, such as cuBLAS, has started."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.no_grad():
+        result: Tensor = model(x)
+    return result
+
+
+def assert_replays(graph: torch.cuda.CUDAGraph, x: Tensor, y: Tensor, model: nn.Module) -> None:
+    """A replay on new input has the model's result, and writes into nobody's memory."""
+    others = [torch.full((256, 256), float(n), device="cuda") for n in range(64)]
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, model(x))
+    for n, other in enumerate(others):
+        assert bool((other == n).all()), "a replay wrote into memory that was handed out"
+
+
+@on_torch
+def test_a_graph_captured_beside_a_pool_replays_right_after_evictions(
+    mode: str, torch_books: None
+) -> None:
+    small, inputs = mlp(256, 4), rows(256, 256)
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    warmed_up(inputs, small)
+    pool = budget_on_torch(mode)
+    assert_trains(pool, model, x, expected)
+    with torch.no_grad():
+        graph, y = captured(inputs, small)
+    assert_replays(graph, inputs, y, small)
+    assert_trains(pool, model, x, expected)
+    assert_replays(graph, inputs, y, small)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "saving"])
+def test_a_graph_captured_inside_a_pool_replays_right_after_evictions(
+    grad: bool, torch_books: None
+) -> None:
+    """Under pressure: what is allocated in the capture may not make room, and must not."""
+    small, inputs = mlp(256, 4), rows(256, 256)
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    warmed_up(inputs, small)
+    pool = budget_on_torch("native")
+    assert_trains(pool, model, x, expected)
+    found: list[Any] = []
+
+    def with_capture(model: nn.Sequential, x: Tensor) -> Tensor:
+        hidden = model[:5](x)
+        with torch.set_grad_enabled(grad):
+            found.append(captured(inputs, small))
+        return mean_square(model[5:], hidden)
+
+    assert one_step(model, x, pool, with_capture) == expected
+    graph, y = found.pop()
+    if grad:
+        assert pool.stats().passed_through["graph_capture"] > 0
+    assert_replays(graph, inputs, y, small)
+    assert_trains(pool, model, x, expected)
+    assert_replays(graph, inputs, y, small)
+
+
+def compiled_with_graphs(model: nn.Module) -> Any:
+    """The model in mode "reduce-overhead": Inductor's kernels in cudagraph trees."""
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        pytest.skip("Inductor has no Triton here")
+    return torch.compile(model, mode="reduce-overhead")
+
+
+def test_cudagraph_trees_stay_right_beside_a_pool(torch_books: None) -> None:
+    small, inputs = mlp(256, 4), rows(256, 256)
+    compiled = compiled_with_graphs(small)
+    with torch.no_grad():
+        for _ in range(4):  # warms up, then records
+            first = digest(compiled(inputs))
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native")
+    for _ in range(2):
+        assert_trains(pool, model, x, expected)
+        with torch.no_grad():
+            assert digest(compiled(inputs)) == first
+
+
+def test_a_model_in_cudagraph_trees_trains_right_in_a_pool(torch_books: None) -> None:
+    small, inputs = mlp(256, 4), rows(256, 256)
+    compiled = compiled_with_graphs(small)
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return mean_square(compiled, x)
+
+    for _ in range(4):
+        expected = one_step(small, inputs, loss_of=loss_of)
+    model, x = mlp(), rows()
+    plain = one_step(model, x)
+    pool = budget_on_torch("native")
+    for _ in range(4):
+        assert one_step(small, inputs, pool, loss_of) == expected
+        assert one_step(model, x, pool) == plain
+
+
+# --- Out of memory, and other errors
+
+
+@on_torch
+def test_after_a_caught_out_of_memory_training_goes_on_right(mode: str, torch_books: None) -> None:
+    import stagehand_alloc
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    high = settled() + ROOM
+    limit = high + ROOM
+    pool = stagehand_alloc.pool(high=high, low=high - ROOM // 10, limit=limit, mode=mode)
+    assert_trains(pool, model, x, expected)
+
+    def too_much(model: nn.Sequential, x: Tensor) -> Tensor:
+        y = model(x)
+        torch.empty(4 * ROOM, dtype=torch.uint8, device="cuda")
+        return mean_square(nn.Identity(), y)
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            one_step(model, x, pool, too_much)
+        del caught
+        gc.collect()
+        assert_trains(pool, model, x, expected)
+    # The limit is the pool's, not the process's.
+    assert torch.empty(4 * ROOM, dtype=torch.uint8, device="cuda").nbytes == 4 * ROOM
+
+
+@on_torch
+def test_an_exception_inside_leaves_the_pool_usable(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch(mode)
+
+    def failing(model: nn.Sequential, x: Tensor) -> Tensor:
+        model(x)
+        raise ValueError("mine")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mine"):
+            one_step(model, x, pool, failing)
+        assert_trains(pool, model, x, expected)
+
+
+@on_torch
+def test_a_change_in_place_after_saving_raises_autograds_error(
+    mode: str, torch_books: None
+) -> None:
+    x = rows(64).requires_grad_()
+    with budget_on_torch(mode):
+        y = x.exp()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*FloatTensor"):
+        y.sum().backward()
+    del y
+
+
+# --- More than one backward
+
+
+@on_torch
+def test_a_retained_graph_goes_backward_twice(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+
+    def twice(model: nn.Sequential, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        loss.backward(retain_graph=True)
+        return loss
+
+    expected = one_step(model, x, loss_of=twice)
+    assert_trains_with(twice, budget_on_torch(mode), model, x, expected)
+
+
+@on_torch
+def test_the_gradient_of_a_gradient_is_right(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+
+    def penalised(model: nn.Sequential, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        return loss + sum(gradient.pow(2).sum() for gradient in gradients)
+
+    expected = one_step(model, x, loss_of=penalised)
+    # Backward inside saves as much again.
+    pool = budget_on_torch(mode, 3 * ROOM)
+    assert_trains_with(penalised, pool, model, x, expected)
+
+
+def assert_trains_with(
+    loss_of: LossOf,
+    pool: Any,
+    model: nn.Module,
+    x: Tensor,
+    expected: list[str],
+) -> None:
+    before = pool.stats().evicted_bytes
+    for _ in range(STEPS):
+        assert one_step(model, x, pool, loss_of) == expected
+    assert pool.stats().evicted_bytes > before
+
+
+# --- Who else refers to a saved tensor
+
+
+@on_torch
+def test_a_storage_that_the_user_refers_to_stays_where_it_is(mode: str, torch_books: None) -> None:
+    """A Python storage object may read and resize its memory at any time."""
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    with torch.no_grad():
+        hidden_expected = digest(model[:2](x))
+    pool = budget_on_torch(mode)
+    kept: list[tuple[torch.UntypedStorage, int]] = []
+
+    def keeping(model: nn.Sequential, x: Tensor) -> Tensor:
+        hidden = model[:2](x)
+        kept.append((hidden.untyped_storage(), hidden.data_ptr()))
+        return mean_square(model[2:], hidden)
+
+    for _ in range(STEPS):
+        assert one_step(model, x, pool, keeping) == expected
+        storage, address = kept.pop()
+        assert storage.data_ptr() == address
+        content = torch.empty(0, device="cuda").set_(storage).view(x.shape)
+        assert digest(content) == hidden_expected
+        del storage, content
+    assert pool.stats().evicted_bytes > 0
+
+
+@on_torch
+def test_a_kept_tensor_stays_on_the_gpu(mode: str, torch_books: None) -> None:
+    import stagehand_alloc
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch(mode)
+
+    def keeping(model: nn.Sequential, x: Tensor) -> Tensor:
+        hidden = stagehand_alloc.keep(model[:2](x))
+        return mean_square(model[2:], hidden)
+
+    for _ in range(STEPS):
+        assert one_step(model, x, pool, keeping) == expected
+    assert pool.stats().passed_through["kept"] == STEPS
+    assert pool.stats().evicted_bytes > 0
+
+
+@on_torch
+def test_memory_another_stream_still_reads_is_not_used_again(mode: str, torch_books: None) -> None:
+    """A saved tensor with record_stream: evicting it must wait for that stream."""
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    with torch.no_grad():
+        hidden_expected = digest(model[:2](x))
+    pool, side = budget_on_torch(mode, TIGHT_ROOM), torch.cuda.Stream()
+    copies: list[Tensor] = []
+
+    def read_late(model: nn.Sequential, x: Tensor) -> Tensor:
+        hidden = model[:2](x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            copies.append(hidden.detach().clone())
+        hidden.record_stream(side)
+        return mean_square(model[2:], hidden)
+
+    for _ in range(2 * STEPS):
+        assert one_step(model, x, pool, read_late) == expected
+        torch.cuda.synchronize()
+        assert digest(copies.pop()) == hidden_expected
+    assert pool.stats().evicted_bytes > 0
+
+
+# --- The user's own MemPools, and the end of ours
+
+
+@on_torch
+def test_a_mem_pool_of_the_users_inside_ours_is_left_alone(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool, theirs = budget_on_torch(mode), torch.cuda.MemPool()
+
+    def partly_theirs(model: nn.Sequential, x: Tensor) -> Tensor:
+        with torch.cuda.use_mem_pool(theirs):
+            hidden = model[:2](x)
+        return mean_square(model[2:], hidden)
+
+    for _ in range(STEPS):
+        assert one_step(model, x, pool, partly_theirs) == expected
+    if mode == "native":  # of two MemPools torch takes the outer one
+        assert pool.stats().passed_through["private_pool"] > 0
+    assert_trains(pool, model, x, expected)
+
+
+@on_torch
+def test_ours_inside_a_mem_pool_of_the_users_trains_right(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool, theirs = budget_on_torch(mode), torch.cuda.MemPool()
+    for _ in range(STEPS):
+        with torch.cuda.use_mem_pool(theirs):
+            assert one_step(model, x, pool) == expected
+    assert pool.stats().passed_through["private_pool"] > 0
+    assert_trains(pool, model, x, expected)
+
+
+@on_torch
+def test_backward_is_right_after_its_pool_is_gone(mode: str, torch_books: None) -> None:
+    """A MemPool destroyed with live tensors: its segments go back when the last of them is gone."""
+    import stagehand_alloc
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    before = settled()
+    high = before + ROOM
+    for _ in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        pool = stagehand_alloc.pool(high=high, low=high - ROOM // 10, mode=mode)
+        with pool:
+            loss = mean_square(model, x)
+        assert pool.stats().records > 0
+        del pool
+        settled()
+        loss.backward()
+        found = [digest(loss)] + [digest(p.grad) for p in model.parameters() if p.grad is not None]
+        assert found == expected
+        model.zero_grad(set_to_none=True)
+        del loss
+    assert settled() <= before
+
+
+# --- Streams and threads
+
+
+@on_torch
+def test_training_on_a_side_stream(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        one_step(model, x)  # cuBLAS's workspace on this stream
+        pool = budget_on_torch(mode)
+        assert_trains(pool, model, x, expected)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@on_torch
+def test_two_pools_on_two_streams_one_after_the_other(mode: str, torch_books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    pools = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            one_step(model, x)
+            pools.append(budget_on_torch(mode, TIGHT_ROOM))
+    for _ in range(STEPS):
+        for stream, pool in zip(streams, pools, strict=True):
+            with torch.cuda.stream(stream):
+                assert one_step(model, x, pool) == expected
+    torch.cuda.synchronize()
+    assert all(pool.stats().evicted_bytes > 0 for pool in pools)
+
+
+def trainer(mode: str, steps: int) -> Callable[[], None]:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch(mode, TIGHT_ROOM)
+
+    def train() -> None:
+        for _ in range(steps):
+            assert one_step(model, x, pool) == expected
+        assert pool.stats().evicted_bytes > 0
+
+    return train
+
+
+def resizer(size: int, times: int) -> Callable[[], None]:
+    """Gives a storage's memory back and takes it again, both with the GIL held."""
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+            storage = tensor.untyped_storage()
+            for n in range(times):
+                storage.resize_(0)
+                storage.resize_(size)
+                tensor.fill_(n % 251)
+                if n % 50 == 0:
+                    assert bool((tensor == n % 251).all())
+
+    return run
+
+
+@on_torch
+def test_threads_that_resize_storages_with_the_gil_held_finish(
+    mode: str, torch_books: None
+) -> None:
+    in_threads(
+        trainer(mode, 10),
+        *(resizer(size * MIB, 1000) for size in (1, 12, 24)),
+    )
+
+
+@on_torch
+def test_threads_that_allocate_beside_a_training_finish(mode: str, torch_books: None) -> None:
+    def computer(seed: int) -> Callable[[], None]:
+        def run() -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for n in range(200):
+                    size = 1 + (seed * 7919 + n * 104729) % (1 << 22)
+                    found = torch.full((size,), n % 7, dtype=torch.int32, device="cuda")
+                    assert int(found.sum()) == size * (n % 7)
+
+        return run
+
+    in_threads(trainer(mode, 10), computer(1), computer(2), computer(3))
+
+
+# --- The trigger library
+
+
+def trains_without_the_trigger(mode: str) -> Any:
+    """Trains right in a pool made here; the pool's statistics."""
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch(mode)
+    for _ in range(2 * STEPS):
+        assert one_step(model, x, pool) == expected
+    return pool.stats()
+
+
+@on_torch
+def test_where_building_is_forbidden_training_is_right(
+    mode: str, torch_books: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGEHAND_ALLOC_BUILD", "0")
+    stats = trains_without_the_trigger(mode)
+    assert stats.trigger == "forbidden"
+    assert stats.evicted_bytes > 0
+
+
+def test_a_setting_forbids_to_build_without_a_warning(
+    torch_books: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native", config={"build_trigger": False})
+    for _ in range(STEPS):
+        assert one_step(model, x, pool) == expected
+    assert pool.stats().trigger == "forbidden"
+    assert not [one for one in recwarn if "trigger library" in str(one.message)]
+
+
+def test_a_compiler_that_fails_is_warned_of_with_its_log_and_training_is_right(
+    torch_books: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'error: cannot compile today' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(RuntimeWarning, match="trigger library is not in use") as warned:
+        stats = trains_without_the_trigger("native")
+    assert stats.trigger == "build failed"
+    texts = [str(one.message) for one in warned if "trigger library" in str(one.message)]
+    assert len(texts) == 1
+    assert "cannot compile today" in texts[0]
+    log = re.search(r"log: (\S+\.log)\)", texts[0])
+    assert log is not None
+    assert "cannot compile today" in pathlib.Path(log[1]).read_text()
+
+
+def test_a_cache_folder_that_others_may_write_to_is_refused_in_one_line(
+    torch_books: None,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "stagehand_alloc"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native")
+    assert_trains(pool, model, x, expected)
+    assert pool.stats().trigger == "loaded"
+    refused = [line for line in capsys.readouterr().err.splitlines() if str(folder) in line]
+    assert len(refused) == 1
+    assert "others may write to" in refused[0]
+    assert not list(folder.iterdir())
