@@ -1,8 +1,9 @@
 """`python -m stagehand_alloc demo`: one GPT trained twice, without a budget and under one.
 
 The second run gets a budget that its activations do not fit. Every loss and every gradient of every
-step is compared bit by bit with the first run's. On a GPU where there is one, else CPU torch on the
-simulated GPU: the bytes and the results are real there, the times are those of this machine's CPU.
+step is compared bit by bit with the first run's. On a GPU where there is one, in any mode, else CPU
+torch on the simulated GPU: the bytes and the results are real there, the times are those of this
+machine's CPU.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import _driver
+from stagehand_alloc import _driver, _modes
 from stagehand_alloc._demo_gpt import GPT, Shape, parameter_count
+from stagehand_alloc._errors import ModeError
+from stagehand_alloc._modes import Mode
 
 MIB = 1 << 20
 CORPUS_BYTES = 4 * MIB
@@ -45,6 +48,7 @@ class Plan:
     share: float
     device: torch.device
     place: str
+    mode: Mode = "allocator"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +72,16 @@ class Run:
     mapped_peak: int
     evicted_bytes: int
     restored_bytes: int
+    over_bytes: int = 0  # of segments that were asked for above high
+    trigger: str = ""  # whether the trigger library was in use, where the mode has one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code.
 
-    0: equal and inside the budget. 1: a loss or a gradient differs, or the budget was not kept.
-    2: it could not be run; the reason is on stderr.
+    0: equal, and in mode "allocator" inside the budget; the others say by how much it was exceeded.
+    1: a loss or a gradient differs, or the process allocator's budget was not kept. 2: it could not
+    be run; the reason is on stderr.
     """
     options = _parse(argv)
     try:
@@ -103,6 +110,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--simulated", action="store_true", help="use the simulated GPU even if there is a real one"
     )
+    parser.add_argument(
+        "--mode",
+        choices=_modes.MODES,
+        default="allocator",
+        help="the process allocator, whose budget is exact, or torch's own (default: allocator)",
+    )
     options = parser.parse_args(argv)
     if options.steps < 2:
         parser.error("--steps must be at least 2: the first step creates the optimizer's state")
@@ -112,12 +125,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    """Choose the device and the model that fits it; from here on allocations are ours."""
+    """Choose the device and the model that fits it; from here on allocations are the mode's."""
+    mode: Mode = options.mode
     if torch.cuda.is_available() and not options.simulated:
-        torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+        if mode == "allocator":
+            torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
         shape = Shape(vocabulary=256, context=1024, width=512, heads=8, layers=8)
-        place = f"{torch.cuda.get_device_name(0)}, through the process allocator"
-        return Plan(shape, 16, options.steps, options.share, torch.device("cuda", 0), place)
+        place = torch.cuda.get_device_name(0)
+        device = torch.device("cuda", 0)
+        return Plan(shape, 16, options.steps, options.share, device, place, mode)
+    if mode != "allocator":
+        raise ModeError(
+            f"--mode {mode} was asked for, but the simulated GPU has the process allocator only.",
+            f"Run --mode {mode} on a machine with a GPU, without --simulated, or leave it out.",
+        )
     from stagehand_alloc import testing
 
     testing.simulated_gpu(memory="512MiB", seed=SEED)
@@ -165,32 +186,31 @@ def _train_twice(plan: Plan, corpus: bytes) -> tuple[Run, Run, Budget]:
 
 def _train(plan: Plan, corpus: bytes, budget: Budget | None) -> Run:
     """Train from the same seed; everything allocated here is given back before the return."""
-    _driver.native().empty_cache()  # what is mapped from before would count to this run
-    stagehand_alloc.reset_peak_stats()
+    _settle(plan)
     before = stagehand_alloc.stats()
     torch.manual_seed(SEED)
     text = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
     model = GPT(plan.shape).to(plan.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    pool = None if budget is None else stagehand_alloc.pool(high=budget.high, low=budget.low)
+    pool = None
+    if budget is not None:
+        pool = stagehand_alloc.pool(high=budget.high, low=budget.low, mode=plan.mode)
     losses, digests, seconds, start_bytes = [], [], [], 0
     progress = _Progress("without a budget" if pool is None else "under the budget", plan.steps)
     for step in range(plan.steps):
         progress.show(step)
         tokens, targets = _batch(plan, text)
         optimizer.zero_grad(set_to_none=True)
-        start_bytes = stagehand_alloc.stats().occupied
+        start_bytes = _memory(plan).occupied
         began = time.perf_counter()
-        with pool or contextlib.nullcontext():
-            loss = model(tokens, targets)
-        loss.backward()
+        loss = _forward_and_backward(model, tokens, targets, pool)
         _synchronize(plan.device)
         seconds.append(time.perf_counter() - began)
         digests.append(_digests(model, loss))
         optimizer.step()
         losses.append(loss.item())
     progress.clear()
-    after = stagehand_alloc.stats()
+    after, memory = stagehand_alloc.stats(), _memory(plan)
     parameters = parameter_count(model)
     del model, optimizer, loss, tokens, targets, text
     gc.collect()
@@ -200,11 +220,58 @@ def _train(plan: Plan, corpus: bytes, budget: Budget | None) -> Run:
         digests=digests,
         step_seconds=statistics.median(seconds[1:]),
         start_bytes=start_bytes,
-        occupied_peak=after.occupied_peak,
-        mapped_peak=after.mapped_peak,
+        occupied_peak=memory.occupied_peak,
+        mapped_peak=memory.mapped_peak,
         evicted_bytes=after.evicted_bytes - before.evicted_bytes,
         restored_bytes=after.restored_bytes - before.restored_bytes,
+        over_bytes=after.overshoot_bytes - before.overshoot_bytes,
+        trigger="" if pool is None or plan.mode == "allocator" else pool.stats().trigger,
     )
+
+
+def _forward_and_backward(
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    pool: stagehand_alloc.Pool | None,
+) -> torch.Tensor:
+    """Forward in the pool and backward after it; in a MemPool both, on this thread."""
+    with pool or contextlib.nullcontext():
+        loss: torch.Tensor = model(tokens, targets)
+        inside = pool is not None and pool.mem_pool is not None
+        if inside:
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()  # type: ignore[no-untyped-call]
+    if not inside:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Sizes in bytes, by the books of whoever cuts the blocks. Peaks since `_settle`."""
+
+    occupied: int
+    occupied_peak: int
+    mapped_peak: int
+
+
+def _memory(plan: Plan) -> _Memory:
+    if plan.mode == "allocator":
+        found = stagehand_alloc.stats()
+        return _Memory(found.occupied, found.occupied_peak, found.mapped_peak)
+    cuda = torch.cuda
+    return _Memory(cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.max_memory_reserved())
+
+
+def _settle(plan: Plan) -> None:
+    """Give back what is mapped from before, which would count to this run, and forget peaks."""
+    if plan.mode == "allocator":
+        _driver.native().empty_cache()
+    else:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    stagehand_alloc.reset_peak_stats()
 
 
 def _batch(plan: Plan, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,7 +322,7 @@ class _Progress:
 
 def _report(plan: Plan, corpus: bytes, free: Run, capped: Run, budget: Budget) -> int:
     shape = plan.shape
-    print(f"On {plan.place}.")
+    print(f"On {plan.place}, {_way_in(plan, capped)}.")
     print(
         f"A byte-level GPT ({shape.layers} layers, {free.parameters / 1e6:.1f} M parameters) reads "
         f"{len(corpus) / 1e6:.1f} MB of Python's\nstandard library: {plan.steps} steps of "
@@ -268,15 +335,30 @@ def _report(plan: Plan, corpus: bytes, free: Run, capped: Run, budget: Budget) -
     if differences:
         print(f"NOT EQUAL: {len(differences)} differ, the first is {differences[0]}")
         return EXIT_DIFFERENT
-    if capped.mapped_peak > budget.high:
-        print(f"OVER THE BUDGET by {_mib(capped.mapped_peak - budget.high)}")
+    over = _over(capped, budget)
+    if plan.mode == "allocator" and over > 0:
+        print(f"OVER THE BUDGET by {_mib(over)}")
         return EXIT_DIFFERENT
     gradients = len(free.digests[0]) - 1
+    under = f"{_mib(over)} over" if over > 0 else "inside"
     print(
         f"{plan.steps} losses and {plan.steps} x {gradients} gradients are bitwise equal, "
-        f"inside a budget of {plan.share:.0%} of the activation memory."
+        f"{under} a budget of {plan.share:.0%} of the activation memory."
     )
     return 0
+
+
+def _over(capped: Run, budget: Budget) -> int:
+    """Bytes over the budget while it was in force; without the trigger library at any time."""
+    if capped.trigger == "loaded":
+        return capped.over_bytes
+    return max(0, capped.mapped_peak - budget.high)
+
+
+def _way_in(plan: Plan, capped: Run) -> str:
+    if plan.mode == "allocator":
+        return "mode allocator"
+    return f"mode {plan.mode} (trigger library {capped.trigger})"
 
 
 def _rows(plan: Plan, free: Run, capped: Run, budget: Budget) -> list[tuple[str, str, str]]:

@@ -33,6 +33,7 @@ def test_the_demo_shows_equal_gradients_inside_a_budget() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bitwise equal" in done.stdout
     assert "simulated GPU" in done.stdout
+    assert "mode allocator" in done.stdout
     assert "\r" not in done.stdout + done.stderr  # no progress line: nobody watches
 
 
@@ -50,7 +51,37 @@ def test_a_peak_over_the_budget_makes_the_demo_fail(capsys: pytest.CaptureFixtur
     assert "OVER THE BUDGET" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "1"], ["--share", "1.5"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    ("run", "ending"),
+    [
+        (dataclasses.replace(RUN, trigger="loaded", mapped_peak=BUDGET.high + 1), "inside"),
+        (dataclasses.replace(RUN, trigger="loaded", over_bytes=3 << 20), "3.0 MiB over"),
+        (dataclasses.replace(RUN, trigger="forbidden", mapped_peak=12 << 20), "2.0 MiB over"),
+    ],
+    ids=["by the optimizer", "learning", "without the trigger"],
+)
+def test_a_native_run_says_its_trigger_and_what_went_over_while_armed(
+    run: _demo.Run, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = dataclasses.replace(PLAN, mode="native")
+    assert _demo._report(plan, b"text", RUN, run, BUDGET) == 0
+    printed = capsys.readouterr().out
+    assert f"mode native (trigger library {run.trigger})" in printed
+    assert f"bitwise equal, {ending} a budget" in printed
+
+
+@pytest.mark.parametrize("mode", ["native", "mempool"])
+def test_the_simulated_gpu_has_the_process_allocator_only(
+    mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _demo.main(["--simulated", "--mode", mode]) == 2
+    said = capsys.readouterr().err
+    assert f"--mode {mode} was asked for, but the simulated GPU" in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "1"], ["--share", "1.5"], ["--mode", "best"], ["--nonsense"]]
+)
 def test_bad_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         _demo.main(arguments)
