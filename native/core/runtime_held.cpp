@@ -174,6 +174,9 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   }
   Block* block = held_->find(held.identity);
   const bool fresh = block == nullptr;
+  if (!fresh && (block->address != held.address || block->storage_bytes != held.bytes)) {
+    return {Refusal::foreign_storage, {}, 0};  // resized since: what is known of it is of before
+  }
   if (fresh) {
     CacheMap::Owner owner{stream, {}};
     if (held_->side().triggers != 0) {

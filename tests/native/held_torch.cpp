@@ -16,6 +16,21 @@ constexpr Bytes kLargeBuffer = 20_MiB;
 FakeTorch* g_torch = nullptr;
 thread_local TorchPool t_pool{};
 
+// As torch and the engine's entry do around what a capture would forbid.
+class Relaxed {
+ public:
+  explicit Relaxed(const driver::Table& table) : table_(table) {
+    table_.thread_exchange_capture_mode(&mode_);
+  }
+  ~Relaxed() { table_.thread_exchange_capture_mode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  const driver::Table& table_;
+  int mode_ = driver::kCaptureModeRelaxed;
+};
+
 Storage* storage_of(void* storage) { return static_cast<Storage*>(storage); }
 
 TorchSide table_of(bool triggers) {
@@ -106,6 +121,7 @@ void FakeTorch::record_stream(const Storage* storage, driver::Stream stream) {
 // malloc, with the mutex held all through it, the call of `missed` included.
 bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address* address) {
   const RecursiveLock lock(mutex_);
+  const Relaxed relaxed(table_);
   process_events();
   const Bytes size = round_up(bytes, kBlockUnit);
   auto found = best_fit(size, stream, t_pool);
