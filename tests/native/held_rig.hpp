@@ -153,6 +153,13 @@ class HeldRig : public CoreRig {
     drop(tensor);
   }
 
+  // Where no event tells, each pack and unpack asks torch, as entry/python_side.cpp does.
+  void note_usage() {
+    if (!triggers_) {
+      cache.set_usage(torch.reserved(), torch.allocated());
+    }
+  }
+
   void verify() {
     CoreRig::verify();
     CHECK_EQ(torch.differs(cache), "");
@@ -172,12 +179,6 @@ class HeldRig : public CoreRig {
   FakeTorch torch;
 
  private:
-  // Where no event tells, each pack and unpack asks torch, as entry/python_side.cpp does.
-  void note_usage() {
-    if (!triggers_) {
-      cache.set_usage(torch.reserved(), torch.allocated());
-    }
-  }
   // Lives as long as the Runtime, which is leaked on purpose (rule T3).
   static CacheMap* new_cache() {
     static auto* const all = new std::vector<CacheMap*>;
