@@ -221,6 +221,7 @@ class Runtime {
   };
   void refresh();
   void let_go(Block* block);
+  void take_stuck();
   void orphan(Block* block);
   Block* adopt(HeldStorage held, const CacheMap::Owner& owner);
   void watch(Record& record);

@@ -94,6 +94,13 @@ void Runtime::let_go(Block* block) {
   }
 }
 
+// What a capture kept back.
+void Runtime::take_stuck() {
+  for (void* storage : held_->take_stuck()) {
+    t_departing.push_back({storage, 0});
+  }
+}
+
 // The same for a block that torch still uses. Ours may be the last reference by the time it is
 // dropped, or the last but a Python object's: for a thread that has the GIL.
 void Runtime::orphan(Block* block) {
@@ -174,6 +181,9 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   }
   Block* block = held_->find(held.identity);
   const bool fresh = block == nullptr;
+  if (!fresh && (block->address != held.address || block->storage_bytes != held.bytes)) {
+    return {Refusal::foreign_storage, {}, 0};  // resized since: what is known of it is of before
+  }
   if (fresh) {
     CacheMap::Owner owner{stream, {}};
     if (held_->side().triggers != 0) {
@@ -280,20 +290,18 @@ bool Runtime::missed(driver::Stream stream) {
   const Departing departing(*this);
   Lock lock(mutex_);
   const driver::ContextGuard guard(table_, context_);
-  if (!budget_.armed) {
-    return false;
-  }
   for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
     if (clocks_.at(i).captured()) {
       return false;  // nothing is let go of while a graph is captured
     }
   }
+  take_stuck();
+  if (!budget_.armed) {
+    return !t_departing.empty();
+  }
   ++counters_.misses;
   refresh();
   poll_owners(watched_.size());
-  for (void* storage : held_->take_stuck()) {
-    t_departing.push_back({storage, 0});
-  }
   const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
   const Bytes growth =
       request != 0 ? CacheMap::segment_for(request) + kSmallSegments : budget_.high - budget_.low;
@@ -412,7 +420,11 @@ void Runtime::evict_down(Lock& lock) {
 // `high` the host waits for copies, since torch has grown already. Which stream torch hands a block
 // out on is not known here, so only the host can tell that nothing reads it any more.
 void Runtime::leave_later(Lock& lock) {
-  if (held_->side().triggers != 0 || !budget_.armed) {
+  if (held_->side().triggers != 0) {
+    return;
+  }
+  take_stuck();
+  if (!budget_.armed) {
     return;
   }
   bool squeeze = false;

@@ -36,7 +36,10 @@ inline const Machine kHeldMachine{.classes = {{kHeldBlock}, {8}}};
 class HeldRig : public CoreRig {
  public:
   explicit HeldRig(const Machine& with = kHeldMachine, bool triggers = true)
-      : CoreRig(with), cache(*new_cache()), torch(driver, *runtime, cache, triggers) {
+      : CoreRig(with),
+        cache(*new_cache()),
+        torch(driver, *runtime, cache, triggers),
+        triggers_(triggers) {
     runtime->use_torch(FakeTorch::side(triggers), cache);
   }
 
@@ -64,6 +67,7 @@ class HeldRig : public CoreRig {
   // The pack hook, as entry/hooks.cpp does it.
   SavedTensor try_save(const HeldTensor& tensor, driver::Stream on) {
     FakeTorch::hold(tensor.storage);
+    note_usage();
     const Address first = tensor.address();
     const Saved saved =
         runtime->save_held({tensor.storage, tensor.storage, first, tensor.storage->bytes}, on,
@@ -95,6 +99,7 @@ class HeldRig : public CoreRig {
   }
   // The unpack hook: a tensor over the storage, its contents checked on `consumer`.
   HeldTensor unpack(const SavedTensor& saved, driver::Stream consumer) {
+    note_usage();
     const Unpacked again = runtime->unpack(saved.record, saved.offset, consumer);
     CHECK_EQ(again.status, Status::ok);
     if (again.status != Status::ok) {
@@ -148,6 +153,13 @@ class HeldRig : public CoreRig {
     drop(tensor);
   }
 
+  // Where no event tells, each pack and unpack asks torch, as entry/python_side.cpp does.
+  void note_usage() {
+    if (!triggers_) {
+      cache.set_usage(torch.reserved(), torch.allocated());
+    }
+  }
+
   void verify() {
     CoreRig::verify();
     CHECK_EQ(torch.differs(cache), "");
@@ -159,6 +171,7 @@ class HeldRig : public CoreRig {
     CHECK_EQ(torch.differs(cache), "");
     CHECK_EQ(torch.storages(), 0);
     CHECK_EQ(torch.allocated(), 0);
+    note_usage();
     CoreRig::verify_empty();
   }
 
@@ -173,6 +186,7 @@ class HeldRig : public CoreRig {
     return all->back();
   }
 
+  const bool triggers_;
   std::uint64_t seeds_ = 0;
 };
 

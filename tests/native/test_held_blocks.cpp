@@ -1,0 +1,492 @@
+// What becomes of storages where torch's own allocator cuts the blocks: who holds them, when they
+// are let go of, and what torch is asked for.
+#include <algorithm>
+
+#include "native/held_rig.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+constexpr TorchPool kOurPool{7, 0};
+constexpr TorchPool kForeignPool{9, 0};
+
+class PoolScope {
+ public:
+  explicit PoolScope(TorchPool pool) { FakeTorch::use_pool(pool); }
+  ~PoolScope() { FakeTorch::use_pool(kDefaultPool); }
+  PoolScope(const PoolScope&) = delete;
+  PoolScope& operator=(const PoolScope&) = delete;
+};
+
+// Holding -----------------------------------------------------------------------------------------
+
+TEST("a tensor saved is held once, however often, and let go of with its last handle") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  const SavedTensor one = rig.save(tensor);
+  const SavedTensor two = rig.save(tensor);
+  CHECK_EQ(tensor.storage->references, 2);
+  CHECK_EQ(one.record.index, two.record.index);
+  rig.drop_handle(one);
+  CHECK_EQ(tensor.storage->references, 2);
+  rig.drop_handle(two);
+  CHECK_EQ(tensor.storage->references, 1);
+  rig.check(tensor, s);
+  rig.verify();
+  rig.drop(tensor);
+  rig.verify_empty();
+}
+
+TEST("a storage that torch still uses is not freed with its record, and not evicted before") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  const SavedTensor saved = rig.save(tensor);
+  rig.evict_all(s);
+  CHECK(rig.resident(saved));
+  CHECK_EQ(rig.counters().retained, 0);
+  rig.drop_handle(saved);
+  const HeldTensor next = rig.make(kHeldBlock, s);
+  CHECK(next.address() != tensor.address());
+  rig.check(tensor, s);
+  rig.drop(next);
+  rig.drop(tensor);
+  rig.verify_empty();
+}
+
+TEST("what torch has dropped is retained once it is looked at, and free with its last handle") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const SavedTensor saved = rig.retain(kHeldBlock, s);
+  rig.look(s);
+  CHECK_EQ(rig.counters().retained, kHeldBlock);
+  CHECK_EQ(rig.torch.allocated(), kHeldBlock);
+  rig.drop_handle(saved);
+  CHECK_EQ(rig.torch.allocated(), 0);
+  rig.verify_empty();
+}
+
+TEST("unpack finds a live, a retained and an evicted record, each with its bytes") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  const SavedTensor saved = rig.save(tensor);
+  const HeldTensor live = rig.unpack(saved, s);
+  CHECK(live.storage == tensor.storage);
+  rig.drop(live);
+  rig.drop(tensor);
+  rig.look(s);
+  const HeldTensor retained = rig.unpack(saved, s);
+  CHECK(retained.storage == tensor.storage);
+  rig.evict_all(s);  // backward has it
+  CHECK(rig.resident(saved));
+  rig.drop(retained);
+  CHECK_EQ(rig.counters().alias_hits, 2);
+  rig.evict_all(s);
+  CHECK(!rig.resident(saved));
+  CHECK_EQ(rig.torch.allocated(), 0);
+  const HeldTensor restored = rig.unpack(saved, s);
+  CHECK_EQ(rig.counters().restores, 1);
+  CHECK_EQ(restored.storage->references, 2);
+  rig.drop_handle(saved);
+  rig.check(restored, s);
+  rig.drop(restored);
+  rig.verify_empty();
+}
+
+TEST("a tensor over part of a storage comes back at the same place of a storage for just that") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  constexpr Bytes kAt = 1_MiB + 100;
+  constexpr Bytes kPart = 2_MiB;
+  CHECK_EQ(stagehand_sim_fill(s, tensor.address() + kAt, kPart, 55), 0);
+  FakeTorch::hold(tensor.storage);
+  const Address first = tensor.address() + kAt;
+  const Saved saved =
+      rig.runtime->save_held({tensor.storage, tensor.storage, tensor.address(), kHeldBlock}, s,
+                             first, first, first + kPart);
+  CHECK(saved.took_reference);
+  CHECK_EQ(saved.offset, kAt);
+  rig.drop(tensor);
+  rig.evict_all(s);
+  CHECK_EQ(rig.counters().evicted, kPart);
+  const SavedTensor part{saved.record, saved.offset, kPart, 55};
+  const Unpacked again = rig.runtime->unpack(part.record, part.offset, s);
+  CHECK_EQ(again.address, static_cast<Storage*>(again.storage)->address + again.offset);
+  CHECK(static_cast<Storage*>(again.storage)->bytes < kPart + 1_KiB);
+  const HeldTensor view = rig.view(again, part, s);
+  rig.check(again, part, s);
+  rig.drop_handle(part);
+  rig.drop(view);
+  rig.verify_empty();
+}
+
+TEST("a storage that was resized since it was saved is not taken for what it was") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  const SavedTensor before = rig.save(tensor);
+  rig.torch.resize(tensor.storage, 0, s);
+  const HeldTensor other = rig.make(kHeldBlock, s);  // where it was
+  rig.torch.resize(tensor.storage, kHeldBlock, s);
+  CHECK(tensor.address() != other.address());
+  rig.fill(tensor, s);
+  const SavedTensor after = rig.try_save(tensor, s);
+  if (after.refusal == Refusal::none) {
+    CHECK_EQ(after.offset, 0);
+    rig.drop_handle(after);
+  }
+  rig.evict_all(s);
+  const Unpacked again = rig.runtime->unpack(before.record, before.offset, s);
+  CHECK_EQ(again.offset, 0);
+  rig.drop(rig.view(again, before, s));
+  rig.check(tensor, s);
+  rig.check(other, s);
+  rig.drop_handle(before);
+  rig.drop(tensor);
+  rig.drop(other);
+  rig.verify_empty();
+}
+
+TEST("what the user keeps stays, until torch frees it") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  CHECK(rig.runtime->keep(tensor.address()));
+  CHECK(!rig.runtime->keep(1));
+  CHECK_EQ(rig.try_save(tensor, s).refusal, Refusal::kept);
+  rig.drop(tensor);
+  const HeldTensor next = rig.make(kHeldBlock, s);
+  CHECK_EQ(rig.try_save(next, s).refusal, Refusal::none);
+  rig.drop(next);
+  rig.runtime->drop_handle({0, 1});
+  rig.runtime->drop_orphans();
+  rig.verify_empty();
+}
+
+TEST("memory that is not torch's, and that of a pool of the user's, is refused") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  Storage foreign;
+  foreign.address = rig.allocate(kHeldBlock, s);
+  foreign.bytes = kHeldBlock;
+  ++foreign.references;
+  CHECK_EQ(rig.try_save({&foreign, kHeldBlock, s, 1}, s).refusal, Refusal::foreign_storage);
+  rig.runtime->free(foreign.address);
+  const PoolScope scope(kForeignPool);
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  CHECK_EQ(rig.try_save(tensor, s).refusal, Refusal::private_pool);
+  CHECK_EQ(tensor.storage->references, 1);
+  rig.runtime->set_torch_pool(kForeignPool);  // it is ours after all
+  rig.drop_handle(rig.save(tensor));
+  rig.runtime->set_torch_pool({});
+  rig.drop_handle(rig.save(tensor));  // still
+  rig.drop(tensor);
+  rig.torch.destroy_pool(kForeignPool);
+  rig.verify_empty();
+}
+
+// Making room
+// --------------------------------------------------------------------------------------
+
+TEST("without a plan a miss lets go of what brings torch down to low") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(100_MiB, 80_MiB);
+  std::vector<SavedTensor> saved = rig.retain_many(25, kHeldBlock, s);
+  CHECK_EQ(rig.torch.reserved(), 100_MiB);
+  CHECK_EQ(rig.counters().evicted, 0);
+  const HeldTensor next = rig.make(kHeldBlock, s);
+  CHECK_EQ(rig.torch.reserved(), 100_MiB);
+  CHECK_EQ(rig.counters().evicted, 20_MiB);
+  for (std::size_t i = 0; i < saved.size(); ++i) {
+    CHECK_EQ(rig.resident(saved[i]), i >= 5);  // the oldest are needed last
+  }
+  rig.drop(next);
+  rig.back_all(saved, s);
+  CHECK_EQ(rig.torch.reserved_peak(), 100_MiB);
+  CHECK_EQ(rig.counters().overshoot_bytes, 0);
+  rig.verify_empty();
+}
+
+// A step as autograd sees it, with the budget entered around it. Returns the most that a single
+// request evicted.
+Bytes step(HeldRig& rig, driver::Stream s, int layers) {
+  rig.budget(124_MiB, 100_MiB);
+  std::vector<SavedTensor> saved;
+  Bytes most = 0;
+  for (int layer = 0; layer < layers; ++layer) {
+    const Bytes before = rig.counters().freed_bytes;
+    const HeldTensor tensor = rig.make(kHeldBlock, s);
+    most = std::max(most, rig.counters().freed_bytes - before);
+    saved.push_back(rig.save(tensor));
+    rig.drop(tensor);
+  }
+  rig.runtime->clear_budget();
+  rig.back_all(saved, s);
+  return most;
+}
+
+TEST("under a plan a miss lets go of what the request needs, and torch never grows above high") {
+  HeldRig rig({.classes = {{kHeldBlock}, {24}}, .host_limit = 127_MiB});
+  const driver::Stream s = rig.stream();
+  CHECK(step(rig, s, 36) >= 20_MiB);
+  step(rig, s, 36);
+  const Counters before = rig.counters();
+  for (int i = 0; i < 4; ++i) {
+    CHECK(step(rig, s, 36) <= kHeldBlock);
+    CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
+  }
+  CHECK(rig.counters().evicted_bytes > before.evicted_bytes);
+  CHECK_EQ(rig.counters().host_waits, before.host_waits);
+  CHECK_EQ(rig.counters().overshoot_bytes, 0);
+  CHECK(rig.torch.reserved_peak() <= 124_MiB);
+  rig.verify_empty();
+}
+
+TEST("wholly free segments go back to the driver where a request fits in none of them") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 40_MiB);
+  const HeldTensor one = rig.make(30_MiB, s);
+  const HeldTensor two = rig.make(30_MiB, s);
+  rig.drop(one);
+  rig.drop(two);
+  rig.drop(rig.make(50_MiB, s));
+  CHECK_EQ(rig.counters().overshoot_bytes, 46_MiB);  // one request's segment: nobody knew its size
+  const HeldTensor large = rig.make(56_MiB, s);
+  CHECK_EQ(rig.torch.reserved(), 56_MiB);
+  CHECK(rig.counters().host_waits > 0);
+  rig.drop(large);
+  rig.verify_empty();
+}
+
+TEST("nothing is let go of at a miss while any stream is captured into a graph") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  const driver::Stream captured = rig.stream();
+  rig.budget(kHeldSegment, 4_MiB);
+  rig.drop_handle(rig.retain(kHeldBlock, captured));  // the engine has seen the stream
+  rig.torch.release_cached();
+  std::vector<SavedTensor> saved = rig.retain_many(5, kHeldBlock, s);
+  CHECK_EQ(stagehand_sim_capture(captured, 1), 0);
+  rig.drop(rig.make(kHeldBlock, s));
+  CHECK_EQ(rig.counters().evicted, 0);
+  CHECK_EQ(stagehand_sim_capture(captured, 0), 0);
+  const HeldTensor first = rig.make(12_MiB, s);
+  const HeldTensor second = rig.make(12_MiB, s);
+  CHECK(rig.counters().evicted > 0);
+  rig.drop(first);
+  rig.drop(second);
+  rig.back_all(saved, s);
+  rig.verify_empty();
+}
+
+// A retained storage that another stream may still be reading ends while its own is captured.
+void end_while_captured(HeldRig& rig, driver::Stream s) {
+  const driver::Stream consumer = rig.stream();
+  const SavedTensor saved = rig.retain(kHeldBlock, s);
+  rig.order(s, consumer);
+  rig.drop(rig.unpack(saved, consumer));
+  rig.look(s);
+  CHECK_EQ(rig.counters().retained, kHeldBlock);
+  CHECK_EQ(stagehand_sim_capture(s, 1), 0);
+  int mode = driver::kCaptureModeRelaxed;  // as entry/ does
+  rig.driver.thread_exchange_capture_mode(&mode);
+  rig.drop_handle(saved);
+  rig.driver.thread_exchange_capture_mode(&mode);
+  CHECK_EQ(stagehand_sim_capture(s, 0), 0);
+  CHECK_EQ(rig.torch.storages(), 1);
+  rig.CoreRig::verify();
+}
+
+TEST("a storage that cannot be let go of during a capture is let go of at a miss after it") {
+  for (const bool armed : {true, false}) {
+    HeldRig rig;
+    const driver::Stream s = rig.stream();
+    rig.budget(64_MiB, 64_MiB);
+    end_while_captured(rig, s);
+    if (!armed) {
+      rig.runtime->clear_budget();
+    }
+    rig.drop(rig.make(50_MiB, s));
+    CHECK_EQ(rig.torch.storages(), 0);
+    rig.verify_empty();
+  }
+}
+
+TEST("without the trigger a storage kept back by a capture is let go of at the next save") {
+  HeldRig rig(kHeldMachine, false);
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  end_while_captured(rig, s);
+  rig.look(s);
+  CHECK_EQ(rig.torch.storages(), 0);
+  rig.verify_empty();
+}
+
+TEST("a prefetch never grows torch above high, also where another pool has room") {
+  for (const bool pool : {false, true}) {
+    HeldRig rig;
+    const driver::Stream s = rig.stream();
+    rig.budget(200_MiB, 200_MiB);
+    const SavedTensor first = rig.retain(kHeldBlock, s);
+    rig.evict_all(s);
+    const SavedTensor second = rig.retain(kHeldBlock, s);
+    const HeldTensor rest = rig.make(16_MiB, s);
+    if (pool) {
+      const PoolScope scope(kForeignPool);
+      rig.drop(rig.make(16_MiB, s));
+    }
+    const Bytes full = rig.torch.reserved();
+    rig.budget(full, full);
+    rig.drop(rig.unpack(second, s));
+    CHECK_EQ(rig.torch.reserved(), full);
+    CHECK(!rig.resident(first));
+    rig.drop(rest);
+    const std::uint64_t misses = rig.torch.misses();
+    rig.drop(rig.unpack(second, s));  // there is a hole now
+    CHECK(rig.resident(first));
+    CHECK_EQ(rig.torch.reserved(), full);
+    CHECK_EQ(rig.torch.misses(), misses);
+    rig.back(second, s);
+    rig.back(first, s);
+    rig.torch.destroy_pool(kForeignPool);
+    rig.verify_empty();
+  }
+}
+
+TEST("without the trigger room is made at the next save: above high with a wait, below without") {
+  HeldRig rig(kHeldMachine, false);
+  const driver::Stream s = rig.stream();
+  rig.budget(16_MiB, 8_MiB);
+  std::vector<SavedTensor> saved = rig.retain_many(6, kHeldBlock, s);
+  rig.look(s);
+  CHECK(rig.torch.allocated() <= 16_MiB);
+  const Bytes waits = rig.counters().host_waits;
+  CHECK(waits > 1);  // the pinned pool's growth, and a copy's end
+  rig.budget(64_MiB, 8_MiB);
+  for (const SavedTensor& more : rig.retain_many(2, kHeldBlock, s)) {
+    saved.push_back(more);
+  }
+  for (int i = 0; i < 4; ++i) {
+    rig.look(s);
+    stagehand_sim_drain();
+  }
+  CHECK(rig.torch.allocated() <= 8_MiB);
+  CHECK_EQ(rig.counters().host_waits, waits);
+  CHECK_EQ(rig.torch.misses(), 0);
+  rig.back_all(saved, s);
+  rig.verify_empty();
+}
+
+TEST("a restore that torch has no memory for changes nothing, and works once there is some") {
+  HeldRig rig({.memory = 64_MiB, .classes = {{kHeldBlock}, {8}}});
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  const SavedTensor saved = rig.retain(kHeldBlock, s);
+  rig.evict_all(s);
+  rig.torch.release_cached();
+  const HeldTensor all = rig.make(60_MiB, s);
+  CHECK_EQ(rig.runtime->unpack(saved.record, saved.offset, s).status, Status::out_of_memory);
+  CHECK_EQ(rig.counters().evicted, kHeldBlock);
+  CHECK_EQ(rig.counters().aliases, 0);
+  rig.verify();
+  rig.drop(all);
+  rig.back(saved, s);
+  rig.verify_empty();
+}
+
+// A MemPool's segments
+// ------------------------------------------------------------------------------
+
+TEST("a MemPool's segments are reused by the next, and refused above limit") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.torch.use_segments(kOurPool);
+  rig.torch.use_segments({8, 0});
+  rig.budget(64_MiB, 64_MiB, 64_MiB);
+  {
+    const PoolScope scope(kOurPool);
+    const HeldTensor one = rig.make(kHeldBlock, s);
+    const HeldTensor two = rig.make(36_MiB, s);
+    CHECK_EQ(rig.counters().mapped, 56_MiB);
+    CHECK(rig.try_make(12_MiB, s).storage != nullptr || rig.torch.reserved() <= 64_MiB);
+    CHECK(rig.try_make(30_MiB, s).storage == nullptr);
+    CHECK(rig.counters().out_of_memory > 0);
+    rig.check(one, s);
+    rig.check(two, s);
+    rig.verify();
+    rig.drop(one);
+    rig.drop(two);
+  }
+  rig.torch.destroy_pool(kOurPool);
+  const std::uint64_t created = stagehand_sim_call_count("cuMemCreate");
+  {
+    const PoolScope scope({8, 0});
+    const HeldTensor again = rig.make(30_MiB, s);
+    CHECK_EQ(stagehand_sim_call_count("cuMemCreate"), created);
+    CHECK(rig.counters().mapped <= 64_MiB);
+    rig.drop(again);
+  }
+  rig.torch.destroy_pool({8, 0});
+  rig.verify();
+}
+
+TEST("what a MemPool gave back does not count twice, nor is it held against the next request") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.torch.use_segments(kOurPool);
+  rig.runtime->set_torch_pool(kOurPool);
+  rig.budget(84_MiB, 60_MiB);
+  {
+    const PoolScope scope(kOurPool);
+    rig.drop(rig.make(40_MiB, s));
+  }
+  rig.torch.destroy_pool(kOurPool);
+  CHECK_EQ(rig.torch.reserved(), 0);
+  CHECK_EQ(rig.counters().mapped, 40_MiB);
+  {
+    const PoolScope scope(kOurPool);
+    std::vector<SavedTensor> saved = rig.retain_many(10, kHeldBlock, s);
+    CHECK_EQ(rig.counters().mapped, 40_MiB);
+    CHECK_EQ(rig.counters().evicted, 0);
+    rig.back_all(saved, s);
+  }
+  rig.runtime->set_torch_pool({});
+  rig.torch.destroy_pool(kOurPool);
+  rig.verify();
+}
+
+TEST("records in a MemPool leave and come back like others") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.torch.use_segments(kOurPool);
+  rig.runtime->set_torch_pool(kOurPool);
+  rig.budget(40_MiB, 20_MiB, 64_MiB);
+  {
+    const PoolScope scope(kOurPool);
+    std::vector<SavedTensor> saved = rig.retain_many(14, kHeldBlock, s);
+    CHECK(rig.counters().evicted > 0);
+    CHECK(rig.torch.reserved_peak() <= 40_MiB);
+    rig.back_all(saved, s);
+  }
+  rig.runtime->set_torch_pool({});
+  rig.torch.destroy_pool(kOurPool);
+  rig.verify();
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
