@@ -27,7 +27,7 @@ LEARNING_STEPS = 2  # until the plan knows the largest request, and what leaves 
 CASES = (
     *(("allocator", share, model) for share in (0.75, 0.40) for model in MODELS),
     *(("native", 0.40, model) for model in MODELS),
-    *(("mempool", 0.50, model) for model in MODELS),
+    *(("mempool", 0.50, model) for model in ("lora", "unet")),
     *(("native", 0.75, model) for model in ("llama_fp32", "unet")),
 )
 
