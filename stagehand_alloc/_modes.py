@@ -22,7 +22,6 @@ WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 
 _lock = threading.Lock()
 _trigger_found: Trigger | None = None  # by which torch's allocator was reached; once per process
-_fractions: dict[int, float] = {}  # device -> torch's memory fraction before a pool set it
 _segments: Any = None  # torch's allocator object around the entry points for MemPool segments
 
 
@@ -106,23 +105,6 @@ def allocate_from(mem_pool: Any, device: int) -> Iterator[None]:
             yield
         finally:
             native.set_torch_pool(device, 0, 0)
-
-
-def set_limit(device: int, limit: int | None, total: int) -> None:
-    """torch's own limit on what it reserves, from here on; None takes back what we set.
-
-    It is a fraction of the device for torch, so a few bytes below ``limit`` may be refused already.
-    """
-    import torch
-
-    with _lock:
-        if limit is None and device not in _fractions:
-            return
-        before = _fractions.setdefault(device, torch.cuda.get_per_process_memory_fraction(device))
-        wanted = before if limit is None else min(before, limit / total)
-        torch.cuda.set_per_process_memory_fraction(wanted, device)
-        if limit is None:
-            del _fractions[device]
 
 
 def _check_torch() -> None:

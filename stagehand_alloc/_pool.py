@@ -98,7 +98,7 @@ class Pool:
             _trouble.begin(device, budget.high)
             native.set_budget(device, budget.high, budget.low, budget.limit)
             stack.callback(native.clear_budget, device)
-            self._enter_torch(stack, device, budget)
+            self._enter_torch(stack, device)
             self._enter_hooks(stack)
             self._stack = stack.pop_all()
         return self
@@ -248,16 +248,12 @@ class Pool:
             self._thread = None
             _in_this_thread.pool = None
 
-    def _enter_torch(self, stack: ExitStack, device: int, budget: Budget) -> None:
-        """What the modes on torch's own allocator enter beside the hooks."""
+    def _enter_torch(self, stack: ExitStack, device: int) -> None:
+        """Allocate from a MemPool of ours, in the mode of that name."""
         if self._mode == "mempool":
             if self._mem_pool is None:
                 self._mem_pool = _modes.make_mem_pool()
             stack.enter_context(_modes.allocate_from(self._mem_pool, device))
-        elif self._mode == "native":
-            total = _driver.device(device).total
-            limit = None if self._sizes[2] is None else budget.limit
-            _modes.set_limit(device, limit, total)  # backward, after the `with`, is inside it too
 
     def _enter_hooks(self, stack: ExitStack) -> None:
         from torch.autograd.graph import saved_tensors_hooks

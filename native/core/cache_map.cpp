@@ -198,6 +198,9 @@ void CacheMap::remove_range(const CacheEvent& event) {
 
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
+  if (marks_young_) {
+    young_.insert(event.address);
+  }
   largest_request_ = std::max(largest_request_, bytes);
   const auto found = segment_of(event.address);
   Address begin = 0;
@@ -236,6 +239,9 @@ void CacheMap::free(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (!kept_.empty()) {
     kept_.erase(event.address);
+  }
+  if (marks_young_) {
+    young_.erase(event.address);
   }
   const auto found = segment_of(event.address);
   if (found != segments_.end() && !found->second.small) {
@@ -306,6 +312,22 @@ Bytes CacheMap::take_largest_request() {
 Bytes CacheMap::take_allocated_peak() {
   const Lock lock(mutex_);
   return std::exchange(peak_since_, usage_.allocated);
+}
+
+void CacheMap::mark_young() {
+  const Lock lock(mutex_);
+  young_.clear();
+  marks_young_ = true;
+}
+
+bool CacheMap::young(Address address) {
+  const Lock lock(mutex_);
+  return young_.contains(address);
+}
+
+bool CacheMap::live(Address address) {
+  const Lock lock(mutex_);
+  return lives_.contains(address);
 }
 
 void CacheMap::keep(Address address) {

@@ -11,6 +11,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <unordered_set>
 #include <vector>
 
 #include "core/ranked_mutex.hpp"
@@ -60,6 +61,12 @@ class CacheMap {
   Bytes take_largest_request();
   // The most that was allocated since the last call.
   Bytes take_allocated_peak();
+  // From here on it is known which blocks are younger than this call.
+  void mark_young();
+  // Whether the block at the address was handed out since.
+  bool young(Address address);
+  // Whether torch has handed out a large block at the address.
+  bool live(Address address);
   // The block at the address is to be left alone until torch frees it.
   void keep(Address address);
   bool kept(Address address);
@@ -110,6 +117,8 @@ class CacheMap {
   Segments segments_;
   Lives lives_;  // large blocks only
   std::set<Address> kept_;
+  std::unordered_set<Address> young_;
+  bool marks_young_ = false;
   std::map<Owner, std::multiset<Bytes>> holes_;
   Usage usage_;
   Bytes mark_ = kUnlimited;

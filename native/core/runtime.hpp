@@ -233,6 +233,8 @@ class Runtime {
   void leave_later(Lock& lock);
   bool wait_for_copy(Lock& lock, Record& record);
   Bytes trim_torch();
+  void hold_limit(Bytes limit);
+  void put_limit_back();
   CacheMap::Owner owner_here(driver::Stream stream) const;
   Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp
@@ -293,8 +295,10 @@ class Runtime {
   std::array<std::uint64_t, 2> torch_pool_{};
   std::vector<std::array<std::uint64_t, 2>> torch_pools_;  // all there were
   std::thread::id torch_pool_thread_;
-  Bytes live_retained_ = 0;                   // retained at the last refresh
-  std::vector<CacheMap::Stretch> stretches_;  // scratch of look_at_cache
+  std::atomic<bool> limit_over_{false};        // torch's own limit is to be what it was
+  std::atomic<double> fraction_before_{-1.0};  // torch's, before a pool set it; negative: none did
+  Bytes live_retained_ = 0;                    // retained at the last refresh
+  std::vector<CacheMap::Stretch> stretches_;   // scratch of look_at_cache
 };
 
 }  // namespace stagehand::core

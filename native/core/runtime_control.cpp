@@ -64,6 +64,10 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 }
 
 void Runtime::set_budget(const Budget& budget) {
+  if (held_ != nullptr) {
+    limit_over_.store(false, std::memory_order_relaxed);
+    hold_limit(budget.limit);
+  }
   Bytes target = 0;
   {
     Lock lock(mutex_);
@@ -78,6 +82,7 @@ void Runtime::set_budget(const Budget& budget) {
     if (held_ != nullptr) {
       cache_->set_mark(budget.high);
       cache_->take_largest_request();  // of what ran between two steps
+      cache_->mark_young();
       refresh();
       if (counters_.mapped <= target || cache_->releasable() == 0) {
         return;
@@ -90,6 +95,7 @@ void Runtime::set_budget(const Budget& budget) {
 }
 
 void Runtime::clear_budget() {
+  const Departing departing(*this);
   Lock lock(mutex_);
   pool_open_ = false;
   disarm_if_idle();
@@ -101,8 +107,9 @@ void Runtime::disarm_if_idle() {
   if (ledger_.size() == 0 && !pool_open_) {
     budget_.armed = false;
     budget_.limit = process_limit_;
-    if (cache_ != nullptr) {
+    if (held_ != nullptr) {
       cache_->set_mark(kUnlimited);
+      limit_over_.store(true, std::memory_order_relaxed);
     }
   }
 }

@@ -43,6 +43,9 @@ Runtime::Departing::~Departing() {
   if (std::exchange(t_release, false)) {
     side.release_cached();
   }
+  if (runtime_.limit_over_.exchange(false, std::memory_order_relaxed)) {
+    runtime_.put_limit_back();
+  }
 }
 
 void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
@@ -51,6 +54,27 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
     cache_ = &cache;
     held_ = std::make_unique<HeldBlocks>(side, clocks_);
     clocks_.capture(1);  // nobody tells of torch's captures: ask each stream before an event
+  }
+}
+
+// torch holds the limit itself, as a share of the device, from a pool's entry until its last record
+// is gone. Without our lock: torch takes its mutex.
+void Runtime::hold_limit(Bytes limit) {
+  const TorchSide& side = held_->side();
+  if (limit >= device_bytes_) {
+    put_limit_back();
+    return;
+  }
+  if (fraction_before_ < 0) {
+    fraction_before_ = side.fraction(device_);
+  }
+  const double share = static_cast<double>(limit) / static_cast<double>(device_bytes_);
+  side.set_fraction(device_, std::min(share, fraction_before_.load()));
+}
+
+void Runtime::put_limit_back() {
+  if (const double before = fraction_before_.exchange(-1.0); before >= 0) {
+    held_->side().set_fraction(device_, before);
   }
 }
 
@@ -197,6 +221,10 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
     if (owner.pool != CacheMap::Owner{}.pool &&
         std::find(torch_pools_.begin(), torch_pools_.end(), owner.pool) == torch_pools_.end()) {
       return {Refusal::private_pool, {}, 0};
+    }
+    // Parameters, buffers and inputs were there before the pool was entered (rule A2).
+    if (held_->side().triggers != 0 && !cache_->young(held.address)) {
+      return {Refusal::older_than_pool, {}, 0};
     }
     block = adopt(held, owner);
   } else if (block->state == BlockState::retained) {
@@ -410,8 +438,9 @@ void Runtime::evict_down(Lock& lock) {
       break;
     }
   }
-  if (counters_.mapped > ceiling() && (cache_->releasable() > 0 || !t_departing.empty())) {
-    t_release = true;  // the request before took more than there was room for
+  // What torch grows by next, it then takes from what the driver has, whatever its size.
+  if (cache_->releasable() > 0 || !t_departing.empty()) {
+    t_release = true;
     ++counters_.host_waits;
   }
 }

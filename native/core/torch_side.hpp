@@ -95,6 +95,9 @@ struct TorchSide {
   // Segments that are wholly free go back to the driver; waits for the GPU. Only one thread of the
   // process does so at a time: false where another is at it.
   bool (*release_cached)() = nullptr;
+  // The share of the device that torch's cache may take. Takes torch's mutex.
+  double (*fraction)(int device) = nullptr;
+  void (*set_fraction)(int device, double share) = nullptr;
   // Starts the calls of the listener. Once, with torch's CUDA initialised. Null, or what failed.
   const char* (*listen)(const TorchListener* listener) = nullptr;
 };

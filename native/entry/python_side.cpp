@@ -30,6 +30,8 @@ struct Functions {
   nb::object empty_cache;
   nb::object memory_stats;
   nb::object external_stream;
+  nb::object get_fraction;
+  nb::object set_fraction;
 };
 
 const Functions& functions() {
@@ -49,6 +51,8 @@ const Functions& functions() {
     made->empty_cache = cuda.attr("empty_cache");
     made->memory_stats = cuda.attr("memory_stats_as_nested_dict");
     made->external_stream = cuda.attr("ExternalStream");
+    made->get_fraction = cuda.attr("get_per_process_memory_fraction");
+    made->set_fraction = cuda.attr("set_per_process_memory_fraction");
     leaked = made;
   }
   return *leaked;
@@ -183,6 +187,16 @@ bool release_cached() {
   return true;
 }
 
+double fraction(int device) {
+  const nb::gil_scoped_acquire locked;
+  return nb::cast<double>(functions().get_fraction(device));
+}
+
+void set_fraction(int device, double share) {
+  const nb::gil_scoped_acquire locked;
+  functions().set_fraction(share, device);
+}
+
 }  // namespace
 
 const core::TorchSide& python_side() {
@@ -199,6 +213,8 @@ const core::TorchSide& python_side() {
     made->drop = &drop;
     made->make = &make;
     made->release_cached = &release_cached;
+    made->fraction = &fraction;
+    made->set_fraction = &set_fraction;
     leaked = made;
   }
   return *leaked;

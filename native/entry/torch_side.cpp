@@ -18,7 +18,8 @@ using core::TorchSide;
 bool missed(int device, driver::Stream stream) noexcept {
   Registry& registry = Registry::get();
   core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
-  if (runtime == nullptr || !runtime->uses_torch()) {
+  const TorchSide* side = registry.torch_side();
+  if (runtime == nullptr || !runtime->uses_torch() || side == nullptr || side->triggers == 0) {
     return false;
   }
   try {
@@ -94,11 +95,11 @@ std::string try_out(const TorchSide& side, int device) {
     expect(!side.alone(held.storage, held.address, held.bytes), "a view does not hold its storage");
   }
   expect(side.alone(held.storage, held.address, held.bytes), "a view outlived its tensor");
-  const core::Bytes before = Registry::get().torch_cache(device).usage().allocated;
+  const core::Address address = held.address;
+  expect(Registry::get().torch_cache(device).live(address), "no event told of a block");
   const core::Bytes bytes = held.bytes;
   side.drop(held.storage);
-  expect(Registry::get().torch_cache(device).usage().allocated == before - bytes,
-         "a dropped storage is not free");
+  expect(!Registry::get().torch_cache(device).live(address), "a dropped storage is not free");
   core::HeldStorage made;
   if (!side.make(device, bytes, nullptr, true, &made)) {
     return "torch gave no memory";

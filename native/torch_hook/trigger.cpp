@@ -134,6 +134,21 @@ bool release_cached() {
   return true;
 }
 
+double fraction(int device) {
+  try {
+    return caching::getMemoryFraction(static_cast<c10::DeviceIndex>(device));
+  } catch (const std::exception&) {
+    return 1.0;
+  }
+}
+
+void set_fraction(int device, double share) {
+  try {
+    caching::setMemoryFraction(share, static_cast<c10::DeviceIndex>(device));
+  } catch (const std::exception&) {  // a share that torch does not know: it stays as it was
+  }
+}
+
 CacheEvent event_of(CacheEvent::Kind kind, int device, std::uint64_t address, std::uint64_t bytes,
                     void* stream, const c10::MempoolId_t& pool) {
   CacheEvent event;
@@ -254,6 +269,8 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.drop = &drop;
     made.make = &make;
     made.release_cached = &release_cached;
+    made.fraction = &fraction;
+    made.set_fraction = &set_fraction;
     made.listen = &listen;
     return made;
   }();
