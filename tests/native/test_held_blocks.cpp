@@ -461,6 +461,27 @@ TEST("what a MemPool gave back does not count twice, nor is it held against the 
   rig.verify();
 }
 
+TEST("what MemPools gave back goes to the driver where it is trimmed, and where high is lower") {
+  for (const bool trimmed : {false, true}) {
+    HeldRig rig({.memory = 64_MiB});
+    const driver::Stream s = rig.stream();
+    rig.torch.use_segments(kOurPool);
+    {
+      const PoolScope scope(kOurPool);
+      rig.drop(rig.make(40_MiB, s));
+    }
+    rig.torch.destroy_pool(kOurPool);
+    if (trimmed) {
+      CHECK_EQ(rig.runtime->trim(0), 40_MiB);
+    } else {
+      rig.budget(20_MiB, 20_MiB);
+    }
+    CHECK_EQ(rig.counters().mapped, 0);
+    rig.drop(rig.make(50_MiB, s));
+    rig.verify_empty();
+  }
+}
+
 TEST("records in a MemPool leave and come back like others") {
   HeldRig rig;
   const driver::Stream s = rig.stream();
