@@ -84,7 +84,8 @@ void Runtime::set_budget(const Budget& budget) {
       cache_->take_largest_request();  // of what ran between two steps
       cache_->mark_young();
       refresh();
-      if (counters_.mapped <= target || cache_->releasable() == 0) {
+      const bool spare = segments_ != nullptr && segments_->has_free_piece();
+      if (counters_.mapped <= target || (cache_->releasable() == 0 && !spare)) {
         return;
       }
     } else if (counters_.mapped <= target || !heap_.has_free_piece()) {

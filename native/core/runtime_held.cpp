@@ -520,7 +520,10 @@ Bytes Runtime::trim_torch() {
   }
   const Bytes before = cache_->usage().reserved;
   held_->side().release_cached();
-  return before - std::min(before, cache_->usage().reserved);
+  const Bytes released = before - std::min(before, cache_->usage().reserved);
+  Lock lock(mutex_);  // and what MemPools gave back
+  const bool some = segments_ != nullptr && segments_->has_free_piece();
+  return released + (some && wait_for_gpu(lock) ? segments_->trim(0) : 0);
 }
 
 // A MemPool's segments

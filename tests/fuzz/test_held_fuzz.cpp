@@ -134,7 +134,11 @@ class Program {
     if (tensor.storage == nullptr) {
       return;
     }
-    tensor.bytes = bytes;
+    if (half) {
+      tensor.bytes = bytes;
+      tensor.offset = bytes;
+      rig_.fill(tensor, stream);
+    }
     save(tensor);
     if (same() % 6 == 0) {
       save(tensor);
@@ -275,11 +279,6 @@ class Program {
     }
     HeldTensor changed = tensors_[at];
     changed.seed = seed;
-    changed.bytes = 0;
-    for (const HeldTensor& tensor : tensors_) {
-      changed.bytes =
-          tensor.storage == storage ? std::max(changed.bytes, tensor.bytes) : changed.bytes;
-    }
     rig_.fill(changed, changed.stream);
     const SavedTensor saved = rig_.try_save(changed, changed.stream);
     note("change", changed.bytes, saved.refusal == core::Refusal::none);

@@ -9,14 +9,15 @@
 
 namespace stagehand::core::test {
 
-// A tensor over a whole storage, filled with pattern(seed) on its stream; it counts one reference.
+// A tensor, filled with pattern(seed) on its stream; it counts one reference to its storage.
 struct HeldTensor {
   Storage* storage = nullptr;
   Bytes bytes = 0;
   driver::Stream stream = nullptr;
   std::uint64_t seed = 0;
+  Bytes offset = 0;  // in the storage
 
-  Address address() const { return storage->address; }
+  Address address() const { return storage->address + offset; }
 };
 
 // What autograd holds of a saved tensor.
@@ -69,9 +70,9 @@ class HeldRig : public CoreRig {
     FakeTorch::hold(tensor.storage);
     note_usage();
     const Address first = tensor.address();
-    const Saved saved =
-        runtime->save_held({tensor.storage, tensor.storage, first, tensor.storage->bytes}, on,
-                           first, first, first + tensor.bytes);
+    const Saved saved = runtime->save_held(
+        {tensor.storage, tensor.storage, tensor.storage->address, tensor.storage->bytes}, on, first,
+        first, first + tensor.bytes);
     if (!saved.took_reference) {
       torch.drop(tensor.storage);
     }
@@ -113,8 +114,11 @@ class HeldRig : public CoreRig {
   HeldTensor view(const Unpacked& again, const SavedTensor& saved, driver::Stream consumer) {
     auto* storage = static_cast<Storage*>(again.storage);
     FakeTorch::hold(storage);
+    if (again.elsewhere) {
+      FakeTorch::side().used_on(storage, 0, consumer);
+    }
     runtime->drop_alias(again.block);
-    return {storage, saved.bytes, consumer, saved.seed};
+    return {storage, saved.bytes, consumer, saved.seed, again.offset};
   }
   void check(const Unpacked& again, const SavedTensor& saved, driver::Stream on) {
     CHECK_EQ(stagehand_sim_check(on, again.address, saved.bytes, saved.seed), 0);
@@ -187,7 +191,7 @@ class HeldRig : public CoreRig {
   }
 
   const bool triggers_;
-  std::uint64_t seeds_ = 0;
+  std::atomic<std::uint64_t> seeds_{0};
 };
 
 }  // namespace stagehand::core::test

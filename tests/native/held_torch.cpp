@@ -42,6 +42,9 @@ TorchSide table_of(bool triggers) {
     const Storage* one = storage_of(storage);
     return one->references == 1 && one->address == address && one->bytes == bytes;
   };
+  side.used_on = [](void* storage, int, driver::Stream stream) {
+    g_torch->record_stream(storage_of(storage), stream);
+  };
   side.drop = [](void* storage) { g_torch->drop(storage_of(storage)); };
   side.make = [](int, Bytes bytes, driver::Stream stream, bool quiet, HeldStorage* held) {
     Storage* made = g_torch->make(bytes, stream, quiet);

@@ -106,24 +106,17 @@ TEST("a tensor over part of a storage comes back at the same place of a storage 
   const HeldTensor tensor = rig.make(kHeldBlock, s);
   constexpr Bytes kAt = 1_MiB + 100;
   constexpr Bytes kPart = 2_MiB;
-  CHECK_EQ(stagehand_sim_fill(s, tensor.address() + kAt, kPart, 55), 0);
-  FakeTorch::hold(tensor.storage);
-  const Address first = tensor.address() + kAt;
-  const Saved saved =
-      rig.runtime->save_held({tensor.storage, tensor.storage, tensor.address(), kHeldBlock}, s,
-                             first, first, first + kPart);
-  CHECK(saved.took_reference);
+  const HeldTensor part{tensor.storage, kPart, s, 55, kAt};
+  rig.fill(part, s);
+  const SavedTensor saved = rig.save(part);
   CHECK_EQ(saved.offset, kAt);
   rig.drop(tensor);
   rig.evict_all(s);
   CHECK_EQ(rig.counters().evicted, kPart);
-  const SavedTensor part{saved.record, saved.offset, kPart, 55};
-  const Unpacked again = rig.runtime->unpack(part.record, part.offset, s);
-  CHECK_EQ(again.address, static_cast<Storage*>(again.storage)->address + again.offset);
-  CHECK(static_cast<Storage*>(again.storage)->bytes < kPart + 1_KiB);
-  const HeldTensor view = rig.view(again, part, s);
-  rig.check(again, part, s);
-  rig.drop_handle(part);
+  const HeldTensor view = rig.unpack(saved, s);
+  CHECK(view.storage->bytes < kPart + 1_KiB);
+  CHECK_EQ(view.offset, kAt % 512);
+  rig.drop_handle(saved);
   rig.drop(view);
   rig.verify_empty();
 }
@@ -466,6 +459,27 @@ TEST("what a MemPool gave back does not count twice, nor is it held against the 
   rig.runtime->set_torch_pool({});
   rig.torch.destroy_pool(kOurPool);
   rig.verify();
+}
+
+TEST("what MemPools gave back goes to the driver where it is trimmed, and where high is lower") {
+  for (const bool trimmed : {false, true}) {
+    HeldRig rig({.memory = 64_MiB});
+    const driver::Stream s = rig.stream();
+    rig.torch.use_segments(kOurPool);
+    {
+      const PoolScope scope(kOurPool);
+      rig.drop(rig.make(40_MiB, s));
+    }
+    rig.torch.destroy_pool(kOurPool);
+    if (trimmed) {
+      CHECK_EQ(rig.runtime->trim(0), 40_MiB);
+    } else {
+      rig.budget(20_MiB, 20_MiB);
+    }
+    CHECK_EQ(rig.counters().mapped, 0);
+    rig.drop(rig.make(50_MiB, s));
+    rig.verify_empty();
+  }
 }
 
 TEST("records in a MemPool leave and come back like others") {

@@ -152,7 +152,7 @@ TEST("S2: what backward read on another stream is handed out again only behind t
           rig.drop_handle(saved);
         }
         const HeldTensor next = rig.make(kHeldBlock, s);
-        CHECK_EQ(next.address(), address);
+        CHECK(restored || next.address() == address);  // torch knows of that use of a restored one
         rig.drop(next);
         rig.verify_empty();
       }
