@@ -428,18 +428,20 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
   }
 }
 
-// Nobody knows what is asked for: as much as there is between the two watermarks.
+// Nobody knows what is asked for: as much as there is between the two watermarks, and what the
+// requests before took too much.
 void Runtime::evict_down(Lock& lock) {
+  const Bytes over = counters_.mapped - std::min(counters_.mapped, ceiling());
+  const Bytes target = budget_.low - std::min(budget_.low, over);
   bool squeeze = false;
-  while (counters_.occupied > budget_.low) {
+  while (counters_.occupied > target) {
     Bytes missing = 0;
     Record* last = last_needed(false);
     if (last == nullptr || !helped(lock, evict(*last, squeeze, &missing), missing, &squeeze)) {
       break;
     }
   }
-  // What torch grows by next, it then takes from what the driver has, whatever its size.
-  if (cache_->releasable() > 0 || !t_departing.empty()) {
+  if (over > 0 && (cache_->releasable() > 0 || !t_departing.empty())) {
     t_release = true;
     ++counters_.host_waits;
   }

@@ -58,6 +58,7 @@ def environment(shared: str = "") -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "OMP_NUM_THREADS": "2",  # several tests run at once: each takes its share of the cores
         SHARED: shared,
     }
 
@@ -167,7 +168,7 @@ def about() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("-k", dest="expression", help="pytest's -k: run only these tests")
-    parser.add_argument("--jobs", type=int, default=4, help="tests at once (default: 4)")
+    parser.add_argument("--jobs", type=int, default=8, help="tests at once (default: 8)")
     parser.add_argument("--out", type=pathlib.Path, help="where to write the record")
     options = parser.parse_args(argv)
     place = about()

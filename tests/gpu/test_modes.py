@@ -505,7 +505,8 @@ def test_ours_inside_a_mem_pool_of_the_users_trains_right(mode: str, torch_books
     for _ in range(STEPS):
         with torch.cuda.use_mem_pool(theirs):
             assert one_step(model, x, pool) == expected
-    assert pool.stats().passed_through["private_pool"] > 0
+    if mode == "native":  # else ours is the inner pool, and what it holds is ours
+        assert pool.stats().passed_through["private_pool"] > 0
     assert_trains(pool, model, x, expected)
 
 

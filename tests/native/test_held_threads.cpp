@@ -56,7 +56,12 @@ class Worker {
       return;
     }
     const std::lock_guard gil(gil_);
-    saved_.push_back(rig_.save(tensor));
+    const SavedTensor saved = rig_.try_save(tensor, stream_);
+    if (saved.refusal == Refusal::none) {
+      saved_.push_back(saved);
+    } else {  // a pool was entered since the tensor was made
+      CHECK_EQ(saved.refusal, Refusal::older_than_pool);
+    }
     rig_.drop(tensor);
   }
   // As a kernel's workspace is: without the GIL.
