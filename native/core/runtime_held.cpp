@@ -41,7 +41,7 @@ Runtime::Departing::~Departing() {
     side.drop(storage);
   }
   if (std::exchange(t_release, false)) {
-    side.release_cached();
+    runtime_.trim_torch();
   }
   if (runtime_.limit_over_.exchange(false, std::memory_order_relaxed)) {
     runtime_.put_limit_back();
@@ -416,7 +416,6 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
     } else if (fits_under(counters_.mapped - std::min(counters_.mapped, releasable), growth,
                           roof)) {
       t_release = !fits_under(counters_.mapped, growth, roof);
-      counters_.host_waits += t_release ? 1 : 0;
       return;
     } else if (Record* last = last_needed(false, owner.pool != CacheMap::Owner{}.pool);
                last != nullptr) {
@@ -443,7 +442,6 @@ void Runtime::evict_down(Lock& lock) {
   }
   if (over > 0 && (cache_->releasable() > 0 || !t_departing.empty())) {
     t_release = true;
-    ++counters_.host_waits;
   }
 }
 
