@@ -201,7 +201,9 @@ void CacheMap::allocate(const CacheEvent& event) {
   if (marks_young_) {
     young_.insert(event.address);
   }
-  largest_request_ = std::max(largest_request_, bytes);
+  if (!event.ours) {
+    largest_request_ = std::max(largest_request_, bytes);
+  }
   const auto found = segment_of(event.address);
   Address begin = 0;
   Address end = 0;
@@ -312,6 +314,11 @@ Bytes CacheMap::take_largest_request() {
 Bytes CacheMap::take_allocated_peak() {
   const Lock lock(mutex_);
   return std::exchange(peak_since_, usage_.allocated);
+}
+
+void CacheMap::forget_kept() {
+  const Lock lock(mutex_);
+  kept_.clear();
 }
 
 void CacheMap::mark_young() {

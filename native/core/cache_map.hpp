@@ -69,6 +69,8 @@ class CacheMap {
   bool live(Address address);
   // The block at the address is to be left alone until torch frees it.
   void keep(Address address);
+  // Where no events tell that it was freed.
+  void forget_kept();
   bool kept(Address address);
   // Of the segment that has the address; nothing where no segment has it.
   std::optional<Owner> owner_of(Address address);

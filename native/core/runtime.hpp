@@ -101,7 +101,7 @@ class Runtime {
   // Where torch's own caching allocator cuts the blocks (docs/decisions/0011-modes.md). Once,
   // before anything is saved; both live as long as the process.
   void use_torch(const TorchSide& side, CacheMap& cache);
-  bool uses_torch() const { return held_ != nullptr; }
+  bool uses_torch() const { return uses_torch_.load(std::memory_order_acquire); }
   // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
   // element. With the GIL.
   Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
@@ -233,8 +233,10 @@ class Runtime {
   void leave_later(Lock& lock);
   bool wait_for_copy(Lock& lock, Record& record);
   Bytes trim_torch();
-  void hold_limit(Bytes limit);
-  void put_limit_back();
+  Bytes release_cached();
+  Bytes can_release(Bytes free_segments) const;
+  void want_limit(Bytes limit);
+  void apply_limit();
   CacheMap::Owner owner_here(driver::Stream stream) const;
   Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp
@@ -286,6 +288,7 @@ class Runtime {
   std::vector<Arrival> arrivals_;  // scratch of prefetch
   // Where torch's own allocator cuts the blocks; else null and unused.
   std::unique_ptr<HeldBlocks> held_;
+  std::atomic<bool> uses_torch_{false};       // held_ is there
   CacheMap* cache_ = nullptr;                 // has a lock of its own
   std::deque<RecordId> watched_;              // whose blocks torch or backward may still reach
   std::vector<void*> orphans_;                // storages to drop with the GIL
@@ -295,10 +298,16 @@ class Runtime {
   std::array<std::uint64_t, 2> torch_pool_{};
   std::vector<std::array<std::uint64_t, 2>> torch_pools_;  // all there were
   std::thread::id torch_pool_thread_;
-  std::atomic<bool> limit_over_{false};        // torch's own limit is to be what it was
-  std::atomic<double> fraction_before_{-1.0};  // torch's, before a pool set it; negative: none did
-  Bytes live_retained_ = 0;                    // retained at the last refresh
-  std::vector<CacheMap::Stretch> stretches_;   // scratch of look_at_cache
+  // torch's own limit: a share of the device, or kNoShare for none of ours.
+  static constexpr double kNoShare = -1;
+  double share_wanted_ = kNoShare;
+  double share_set_ = kNoShare;
+  double share_before_ = 1;
+  std::atomic<std::uint64_t> limit_turn_{0};     // goes up with what is wanted
+  std::atomic<std::uint64_t> limit_applied_{0};  // the turn that torch was told last
+  bool release_failed_ = false;                  // torch gave nothing back when asked last
+  Bytes live_retained_ = 0;                      // retained at the last refresh
+  std::vector<CacheMap::Stretch> stretches_;     // scratch of look_at_cache
 };
 
 }  // namespace stagehand::core

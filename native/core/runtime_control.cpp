@@ -64,10 +64,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 }
 
 void Runtime::set_budget(const Budget& budget) {
-  if (held_ != nullptr) {
-    limit_over_.store(false, std::memory_order_relaxed);
-    hold_limit(budget.limit);
-  }
+  const Departing departing(*this);
   Bytes target = 0;
   {
     Lock lock(mutex_);
@@ -83,6 +80,11 @@ void Runtime::set_budget(const Budget& budget) {
       cache_->set_mark(budget.high);
       cache_->take_largest_request();  // of what ran between two steps
       cache_->mark_young();
+      want_limit(budget.limit);
+      release_failed_ = false;
+      if (held_->side().triggers == 0) {
+        cache_->forget_kept();
+      }
       refresh();
       const bool spare = segments_ != nullptr && segments_->has_free_piece();
       if (counters_.mapped <= target || (cache_->releasable() == 0 && !spare)) {
@@ -110,7 +112,7 @@ void Runtime::disarm_if_idle() {
     budget_.limit = process_limit_;
     if (held_ != nullptr) {
       cache_->set_mark(kUnlimited);
-      limit_over_.store(true, std::memory_order_relaxed);
+      want_limit(device_bytes_);
     }
   }
 }

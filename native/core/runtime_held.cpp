@@ -18,6 +18,7 @@ constexpr std::size_t kPolledAtSave = 64;  // the newest are what a layer has ju
 // Room for segments of small requests, which nothing predicts: two of torch's 2 MiB and one of its
 // 20 MiB segments.
 constexpr Bytes kSmallSegments = 24_MiB;
+constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
 
 struct Departed {
   void* storage;
@@ -31,7 +32,7 @@ thread_local bool t_release = false;  // torch's free segments go back to the dr
 
 // Only storages that nobody else refers to are among them, so no GIL is needed.
 Runtime::Departing::~Departing() {
-  if (runtime_.held_ == nullptr) {
+  if (!runtime_.uses_torch()) {
     return;
   }
   const TorchSide& side = runtime_.held_->side();
@@ -41,11 +42,23 @@ Runtime::Departing::~Departing() {
     side.drop(storage);
   }
   if (std::exchange(t_release, false)) {
-    runtime_.trim_torch();
+    runtime_.release_cached();
   }
-  if (runtime_.limit_over_.exchange(false, std::memory_order_relaxed)) {
-    runtime_.put_limit_back();
+  if (runtime_.limit_turn_.load(std::memory_order_acquire) != runtime_.limit_applied_) {
+    runtime_.apply_limit();
   }
+}
+
+// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
+// gives nothing back then: victims serve instead, until the next pool entry.
+Bytes Runtime::release_cached() {
+  const Bytes before = cache_->usage().reserved;
+  held_->side().release_cached();
+  const Bytes released = before - std::min(before, cache_->usage().reserved);
+  Lock lock(mutex_);
+  ++counters_.host_waits;
+  release_failed_ = released == 0;
+  return released;
 }
 
 void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
@@ -53,29 +66,43 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
   if (held_ == nullptr) {
     cache_ = &cache;
     held_ = std::make_unique<HeldBlocks>(side, clocks_);
+    uses_torch_.store(true, std::memory_order_release);
     clocks_.capture(1);  // nobody tells of torch's captures: ask each stream before an event
   }
 }
 
 // torch holds the limit itself, as a share of the device, from a pool's entry until its last record
-// is gone. Without our lock: torch takes its mutex.
-void Runtime::hold_limit(Bytes limit) {
-  const TorchSide& side = held_->side();
-  if (limit >= device_bytes_) {
-    put_limit_back();
-    return;
+// is gone. What is wanted is decided under our lock, and said to torch without it, again until
+// nothing newer is wanted.
+void Runtime::want_limit(Bytes limit) {
+  share_wanted_ = limit < device_bytes_
+                      ? static_cast<double>(limit) / static_cast<double>(device_bytes_)
+                      : kNoShare;
+  if (share_wanted_ != kNoShare || limit_turn_.load(std::memory_order_relaxed) != 0) {
+    limit_turn_.fetch_add(1, std::memory_order_release);
   }
-  if (fraction_before_ < 0) {
-    fraction_before_ = side.fraction(device_);
-  }
-  const double share = static_cast<double>(limit) / static_cast<double>(device_bytes_);
-  side.set_fraction(device_, std::min(share, fraction_before_.load()));
 }
 
-void Runtime::put_limit_back() {
-  if (const double before = fraction_before_.exchange(-1.0); before >= 0) {
-    held_->side().set_fraction(device_, before);
-  }
+void Runtime::apply_limit() {
+  const TorchSide& side = held_->side();
+  std::uint64_t turn = 0;
+  do {
+    const double now = side.fraction(device_);
+    double share = 0;
+    {
+      Lock lock(mutex_);
+      turn = limit_turn_.load(std::memory_order_relaxed);
+      if (now != share_set_) {
+        share_before_ = now;  // the user's own, also where it was changed meanwhile
+      }
+      share = share_wanted_ == kNoShare ? share_before_ : std::min(share_wanted_, share_before_);
+      share_set_ = share_wanted_ == kNoShare ? kNoShare : share;
+      limit_applied_ = turn;
+    }
+    if (share != now) {
+      side.set_fraction(device_, share);
+    }
+  } while (turn != limit_turn_.load(std::memory_order_acquire));
 }
 
 // What torch's cache says of itself goes into the books. Nothing to do where it is not used.
@@ -331,8 +358,9 @@ bool Runtime::missed(driver::Stream stream) {
   refresh();
   poll_owners(watched_.size());
   const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
-  const Bytes growth =
-      request != 0 ? CacheMap::segment_for(request) + kSmallSegments : budget_.high - budget_.low;
+  const Bytes growth = (request != 0 ? CacheMap::segment_for(request)
+                                     : std::max(budget_.high - budget_.low, kUnknownRequest)) +
+                       kSmallSegments;
   Bytes roof = ceiling();
   if (fits_under(counters_.mapped, growth, roof)) {
     // Others use the device too, and torch asks only once.
@@ -401,7 +429,7 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
   const Bytes growth = CacheMap::segment_for(request);
   bool squeeze = false;
   for (;;) {
-    const Bytes releasable = look_at_cache(owner);
+    const Bytes releasable = can_release(look_at_cache(owner));
     Window window;
     if (request > kSmallLimit) {
       window = choose_window(candidates_, request);
@@ -427,10 +455,17 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
   }
 }
 
+Bytes Runtime::can_release(Bytes free_segments) const {
+  return release_failed_ || torch_pool_thread_ != std::thread::id{} ? 0 : free_segments;
+}
+
 // Nobody knows what is asked for: as much as there is between the two watermarks, and what the
 // requests before took too much.
 void Runtime::evict_down(Lock& lock) {
-  const Bytes over = counters_.mapped - std::min(counters_.mapped, ceiling());
+  // Free memory that no whole segment is part of stays mapped, whatever is evicted.
+  const Bytes between = budget_.high - budget_.low;
+  const Bytes over = std::min(counters_.mapped - std::min(counters_.mapped, ceiling()),
+                              can_release(cache_->releasable()) + between);
   const Bytes target = budget_.low - std::min(budget_.low, over);
   bool squeeze = false;
   while (counters_.occupied > target) {
@@ -440,9 +475,7 @@ void Runtime::evict_down(Lock& lock) {
       break;
     }
   }
-  if (over > 0 && (cache_->releasable() > 0 || !t_departing.empty())) {
-    t_release = true;
-  }
+  t_release = over > 0 && can_release(look_at_cache({})) > 0;
 }
 
 // Without the trigger, at a pack or unpack: what has been copied out leaves down to `low`. Above
@@ -514,13 +547,7 @@ bool Runtime::wait_for_copy(Lock& lock, Record& record) {
 }
 
 Bytes Runtime::trim_torch() {
-  {
-    Lock lock(mutex_);
-    ++counters_.host_waits;
-  }
-  const Bytes before = cache_->usage().reserved;
-  held_->side().release_cached();
-  const Bytes released = before - std::min(before, cache_->usage().reserved);
+  const Bytes released = release_cached();
   Lock lock(mutex_);  // and what MemPools gave back
   const bool some = segments_ != nullptr && segments_->has_free_piece();
   return released + (some && wait_for_gpu(lock) ? segments_->trim(0) : 0);

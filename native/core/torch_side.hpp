@@ -55,6 +55,7 @@ struct CacheEvent {
   Bytes bytes = 0;
   driver::Stream stream = nullptr;
   std::uint64_t pool[2] = {0, 0};  // torch's MempoolId_t; {0, 0} is the default pool
+  bool ours = false;               // of a block that `make` asked for
 };
 
 struct TorchListener {
@@ -76,6 +77,9 @@ struct TorchSide {
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.
   int triggers = 0;
 
+  // Whether `missed` cannot be called now: torch would take the GIL where it frees, which comes
+  // before its mutex. Room is then made at packs and unpacks. Takes no lock.
+  bool (*blocked)() = nullptr;
   // A reference to the tensor's storage; `tensor` is a PyObject*. With the GIL.
   Hold (*hold)(void* tensor, HeldStorage* held, std::int32_t* dtype) = nullptr;
   // A new tensor (PyObject*, owned by the caller) over the storage; null with a Python error set.

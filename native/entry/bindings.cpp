@@ -54,6 +54,7 @@ void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit
 void clear_budget(int device) {
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     runtime->clear_budget();
+    runtime->drop_orphans();
   }
 }
 

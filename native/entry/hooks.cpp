@@ -88,15 +88,20 @@ nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
   place.ndim = g.ndim;
   place.dtype = handle.dtype;
   const core::TorchSide& side = *Registry::get().torch_side();
-  auto* tensor = static_cast<PyObject*>(side.wrap(unpacked.storage, &place));
-  if (unpacked.elsewhere) {
-    side.used_on(unpacked.storage, g.device.id, consumer);
+  const nb::object tensor = nb::steal(static_cast<PyObject*>(side.wrap(unpacked.storage, &place)));
+  try {
+    if (tensor.is_valid() && unpacked.elsewhere) {
+      side.used_on(unpacked.storage, g.device.id, consumer);
+    }
+  } catch (...) {
+    handle.runtime->drop_alias(unpacked.block);
+    throw;
   }
   handle.runtime->drop_alias(unpacked.block);
-  if (tensor == nullptr) {
+  if (!tensor.is_valid()) {
     throw nb::python_error();
   }
-  return nb::steal(tensor);
+  return tensor;
 }
 
 // An alias: what torch's deleter gives back.

@@ -78,6 +78,19 @@ nb::object without_grad(const nb::object& tensor, Bytes storage_bytes) {
       .attr("view")(functions().uint8);
 }
 
+// How many references of a storage one of ours is: measured once, on a storage that no other thread
+// has, since others may come and go while a real one is made.
+long references_of_one() {
+  static const long count = [] {
+    const nb::object tensor = functions().empty(16, nb::arg("device") = "cpu");
+    const std::uintptr_t storage = storage_of(tensor);
+    const long before = use_count(storage);
+    const nb::object bytes = without_grad(tensor, nb::cast<Bytes>(tensor.attr("nbytes")));
+    return use_count(storage) - before;
+  }();
+  return count;
+}
+
 std::vector<PyObject*>& dtypes() {
   static auto* leaked = new std::vector<PyObject*>;
   return *leaked;
@@ -104,7 +117,6 @@ Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
   }
   auto reference = std::make_unique<Reference>();
   reference->storage = storage_of(tensor);
-  const long before = use_count(reference->storage);
   // The saved tensor tells neither its storage's size nor its first byte without making a Python
   // object of the storage; sizes and strides tell what is reachable from offset 0.
   const auto item = nb::cast<Bytes>(tensor.attr("element_size")());
@@ -117,7 +129,7 @@ Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
   }
   const Bytes bytes = (offset + reach + 1) * item;
   reference->bytes = without_grad(tensor, bytes);
-  reference->count = use_count(reference->storage) - before;
+  reference->count = references_of_one();
   *dtype = number_of(tensor.attr("dtype"));
   held->address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()) - offset * item;
   held->bytes = bytes;

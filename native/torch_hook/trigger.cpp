@@ -4,6 +4,7 @@
 // torch calls here runs under its allocator's mutex: no Python, no GIL, and no exception leaves.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -34,8 +35,20 @@ thread_local bool t_snapshotting = false;  // this thread takes the snapshot tha
 
 c10::StorageImpl* impl_of(void* storage) { return static_cast<c10::StorageImpl*>(storage); }
 
+// Memory that torch's allocator frees as it is: no view of others' memory, no lazy copy.
+bool torchs_own(const c10::DataPtr& memory) {
+  return memory.get_deleter() == caching::get()->raw_deleter() &&
+         memory.get() == memory.get_context();
+}
+
 bool capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+// With its memory history or a tracer on, torch gathers Python frames where it frees, and takes the
+// GIL for that: by its own rule before its mutex, which is held when free memory runs out.
+bool blocked() {
+  return c10::impl::GPUTrace::get_trace() != nullptr || caching::get()->isHistoryEnabled();
 }
 
 Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
@@ -44,8 +57,7 @@ Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
     return Hold::foreign;
   }
   const c10::Storage& storage = tensor.storage();
-  if (storage.data_ptr().get_deleter() != caching::get()->raw_deleter() ||
-      storage.data_ptr().get() != storage.data_ptr().get_context()) {
+  if (!torchs_own(storage.data_ptr())) {
     return Hold::foreign;
   }
   if (capturing()) {
@@ -77,8 +89,12 @@ void* wrap(void* storage, const TensorPlace* place) {
 // A storage that somebody made a Python object of counts that reference too, and is never alone.
 bool alone(void* storage, std::uint64_t address, std::uint64_t bytes) {
   const c10::StorageImpl* impl = impl_of(storage);
-  return c10::raw::intrusive_ptr::use_count(impl_of(storage)) == 1 &&
-         reinterpret_cast<std::uintptr_t>(impl->data()) == address && impl->nbytes() == bytes;
+  if (c10::raw::intrusive_ptr::use_count(impl_of(storage)) != 1) {
+    return false;
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);  // behind what the others did with it
+  return reinterpret_cast<std::uintptr_t>(impl->data()) == address && impl->nbytes() == bytes &&
+         torchs_own(impl->data_ptr());
 }
 
 void used_on(void* storage, int device, stagehand::driver::Stream stream) {
@@ -136,6 +152,7 @@ bool release_cached() {
 
 double fraction(int device) {
   try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
     return caching::getMemoryFraction(static_cast<c10::DeviceIndex>(device));
   } catch (const std::exception&) {
     return 1.0;
@@ -144,6 +161,7 @@ double fraction(int device) {
 
 void set_fraction(int device, double share) {
   try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
     caching::setMemoryFraction(share, static_cast<c10::DeviceIndex>(device));
   } catch (const std::exception&) {  // a share that torch does not know: it stays as it was
   }
@@ -159,6 +177,7 @@ CacheEvent event_of(CacheEvent::Kind kind, int device, std::uint64_t address, st
   event.stream = static_cast<stagehand::driver::Stream>(stream);
   event.pool[0] = pool.first;
   event.pool[1] = pool.second;
+  event.ours = t_making;
   return event;
 }
 
@@ -245,7 +264,7 @@ class StagehandTrigger final : public FreeMemoryCallback {
     try {
       const c10::DeviceIndex device = c10::cuda::current_device();
       const auto stream = t_making ? t_stream : c10::cuda::getCurrentCUDAStream(device).stream();
-      return !capturing() && g_listener.missed(device, stream);
+      return !blocked() && !capturing() && g_listener.missed(device, stream);
     } catch (...) {
       return false;
     }
@@ -262,6 +281,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.version = TorchSide::kVersion;
     made.size = sizeof(TorchSide);
     made.triggers = 1;
+    made.blocked = &blocked;
     made.hold = &hold;
     made.wrap = &wrap;
     made.alone = &alone;

@@ -54,6 +54,7 @@ TorchSide table_of(bool triggers) {
     return made != nullptr;
   };
   side.release_cached = [] { return g_torch->release_cached(); };
+  side.blocked = [] { return false; };
   side.fraction = [](int) { return g_torch->fraction.load(); };
   side.set_fraction = [](int, double share) { g_torch->fraction = share; };
   return side;
