@@ -358,9 +358,8 @@ bool Runtime::missed(driver::Stream stream) {
   refresh();
   poll_owners(watched_.size());
   const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
-  const Bytes growth = (request != 0 ? CacheMap::segment_for(request)
-                                     : std::max(budget_.high - budget_.low, kUnknownRequest)) +
-                       kSmallSegments;
+  const Bytes growth = request != 0 ? CacheMap::segment_for(request) + kSmallSegments
+                                    : std::max(budget_.high - budget_.low, kUnknownRequest);
   Bytes roof = ceiling();
   if (fits_under(counters_.mapped, growth, roof)) {
     // Others use the device too, and torch asks only once.
@@ -466,7 +465,8 @@ void Runtime::evict_down(Lock& lock) {
   const Bytes between = budget_.high - budget_.low;
   const Bytes over = std::min(counters_.mapped - std::min(counters_.mapped, ceiling()),
                               can_release(cache_->releasable()) + between);
-  const Bytes target = budget_.low - std::min(budget_.low, over);
+  const Bytes lowest = std::min(budget_.low, ceiling() - std::min(ceiling(), kUnknownRequest));
+  const Bytes target = lowest - std::min(lowest, over);
   bool squeeze = false;
   while (counters_.occupied > target) {
     Bytes missing = 0;
@@ -478,11 +478,12 @@ void Runtime::evict_down(Lock& lock) {
   t_release = over > 0 && can_release(look_at_cache({})) > 0;
 }
 
-// Without the trigger, at a pack or unpack: what has been copied out leaves down to `low`. Above
-// `high` the host waits for copies, since torch has grown already. Which stream torch hands a block
-// out on is not known here, so only the host can tell that nothing reads it any more.
+// Without the trigger, or while it is blocked, at a pack or unpack: what has been copied out leaves
+// down to `low`. Above `high` the host waits for copies, since torch has grown already. Which
+// stream torch hands a block out on is not known here, so only the host can tell that nothing reads
+// it any more.
 void Runtime::leave_later(Lock& lock) {
-  if (held_->side().triggers != 0) {
+  if (held_->side().triggers != 0 && !held_->side().blocked()) {
     return;
   }
   take_stuck();

@@ -54,7 +54,7 @@ TorchSide table_of(bool triggers) {
     return made != nullptr;
   };
   side.release_cached = [] { return g_torch->release_cached(); };
-  side.blocked = [] { return false; };
+  side.blocked = [] { return g_torch->blocked.load(); };
   side.fraction = [](int) { return g_torch->fraction.load(); };
   side.set_fraction = [](int, double share) { g_torch->fraction = share; };
   return side;
@@ -133,7 +133,7 @@ bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address
   process_events();
   const Bytes size = round_up(bytes, kBlockUnit);
   auto found = best_fit(size, stream, t_pool);
-  if (found == chunks_.end() && triggers_ && !quiet) {
+  if (found == chunks_.end() && triggers_ && !quiet && !blocked) {
     ++misses_;
     if (runtime_.missed(stream)) {
       found = best_fit(size, stream, t_pool);

@@ -47,6 +47,7 @@ class FakeTorch {
   // The block is reused only once what `stream` has queued when it is freed is done.
   void record_stream(const Storage* storage, driver::Stream stream);
   bool release_cached();
+  std::atomic<bool> blocked{false};   // as torch is while it records a history
   std::atomic<double> fraction{1.0};  // what the engine has set; nothing here keeps to it
   // From here on this thread allocates from that pool. Segments of those named by `use_segments`
   // come from Runtime::segment, of others from the driver.

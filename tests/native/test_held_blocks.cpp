@@ -383,6 +383,63 @@ TEST("without the trigger room is made at the next save: above high with a wait,
   rig.verify_empty();
 }
 
+TEST("while torch records a history nothing is freed under its mutex: room is made at saves") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(16_MiB, 8_MiB);
+  rig.torch.blocked = true;
+  std::vector<SavedTensor> saved = rig.retain_many(6, kHeldBlock, s);
+  rig.look(s);
+  CHECK_EQ(rig.torch.misses(), 0);
+  CHECK(rig.counters().dirty_evictions + rig.counters().clean_evictions > 0);
+  CHECK(rig.torch.allocated() <= 16_MiB);
+  rig.back_all(saved, s);
+  rig.torch.blocked = false;
+  rig.verify_empty();
+}
+
+TEST("a pool's limit is torch's own from its entry until its last record is gone") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.torch.fraction = 0.9;  // the user's
+  const Bytes device = rig.runtime->device_bytes();
+  rig.runtime->set_budget({device / 4, device / 8, device / 2, true});
+  CHECK_EQ(rig.torch.fraction.load(), 0.5);
+  const SavedTensor saved = rig.retain(kHeldBlock, s);
+  rig.runtime->clear_budget();
+  CHECK_EQ(rig.torch.fraction.load(), 0.5);  // backward is still to come
+  rig.back(saved, s);
+  CHECK_EQ(rig.torch.fraction.load(), 0.9);
+  rig.runtime->set_budget({device / 4, device / 8, device, true});
+  CHECK_EQ(rig.torch.fraction.load(), 0.9);
+  rig.runtime->clear_budget();
+  rig.verify_empty();
+}
+
+TEST("a budget whose watermarks are one evicts before torch grows past it") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  std::vector<SavedTensor> saved = rig.retain_many(20, kHeldBlock, s);
+  CHECK(rig.torch.reserved() <= 64_MiB);
+  rig.back_all(saved, s);
+  rig.verify_empty();
+}
+
+TEST("what is older than the pool is not tagged, also where its address was used before") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 32_MiB);
+  const HeldTensor gone = rig.make(kHeldBlock, s);
+  rig.drop(gone);
+  const HeldTensor weight = rig.make(kHeldBlock, s);  // at the same address
+  rig.drop_handle(rig.save(weight));
+  rig.budget(64_MiB, 32_MiB);  // the next step's pool
+  CHECK_EQ(rig.try_save(weight, s).refusal, Refusal::older_than_pool);
+  rig.drop(weight);
+  rig.verify_empty();
+}
+
 TEST("a restore that torch has no memory for changes nothing, and works once there is some") {
   HeldRig rig({.memory = 64_MiB, .classes = {{kHeldBlock}, {8}}});
   const driver::Stream s = rig.stream();
