@@ -22,7 +22,8 @@ TRAINER = pathlib.Path(__file__).with_name("trainer.py")
 MODELS = ("llama_bf16", "llama_fp32", "lora", "vit", "unet")
 NEEDS = {"llama_bf16": "transformers", "llama_fp32": "transformers", "lora": "peft", "vit": "timm"}
 # torch's cache cannot move memory from one segment to another: where no two layers' sizes are the
-# same, free memory is left in holes that nothing fits, and what that costs is told, not promised.
+# same, free memory is left in holes that nothing fits. What that costs in a step that is not known
+# yet is told, not promised.
 FRAGMENTED = ("unet",)
 LEARNING_STEPS = 2  # until the plan knows the largest request, and what leaves ahead of need
 
@@ -103,8 +104,9 @@ def assert_budget_kept(mode: str, model: str, actual: dict[str, Any]) -> None:
     if mode == "allocator":
         assert actual["mapped_peak"] <= actual["high"]
         assert actual["overshoot_bytes"] == 0
-    elif mode == "native" and model not in FRAGMENTED:
-        assert max(over[:LEARNING_STEPS]) <= actual["largest_segment"]
+    elif mode == "native":
+        if model not in FRAGMENTED:
+            assert max(over[:LEARNING_STEPS]) <= actual["largest_segment"]
         assert not any(over[LEARNING_STEPS:])
     # A MemPool and the process's other memory cannot use each other's free segments: what that
     # costs is told, not promised.
