@@ -117,6 +117,8 @@ class PoolStats:
         size = format_bytes
         evictions = self.clean_evictions + self.dirty_evictions
         passed = sum(self.passed_through.values())
+        acts = "" if self.trigger in ("", "not needed") else f", trigger library {self.trigger}"
+        way_in = f" ({self.mode}{acts})" if self.mode else ""
         memory = f"mapped {size(self.mapped)} (peak {size(self.mapped_peak)})"
         budget = f"high {size(self.high)}, low {size(self.low)}, limit {size(self.limit)}"
         occupied = f"occupied {size(self.occupied)} (peak {size(self.occupied_peak)})"
@@ -129,7 +131,7 @@ class PoolStats:
         stalls = f"{self.stall_count} stalls ({self.stall_ns / 1e6:.1f} ms)"
         over = f"{size(self.overshoot_bytes)} over high"
         return (
-            f"device {self.device}: {memory}; {budget}\n"
+            f"device {self.device}{way_in}: {memory}; {budget}\n"
             f"  {occupied}: {parts}; {over}\n"
             f"  {saved}; {evicted}, {restored}, {prefetched}; plan {self.plan_state}\n"
             f"  {pinned} ({size(self.pinned_waste_bytes)} of it empty), "

@@ -62,9 +62,13 @@ driver::Stream current_stream(const dlpack::Device& device) {
 // call of the core runs Python under its lock: only what stands in for the trigger library does.
 class PausedCollection {
  public:
-  explicit PausedCollection(bool wanted) : paused_(wanted && PyGC_Disable() == 1) {}
+  explicit PausedCollection(bool wanted) : wanted_(wanted) {
+    if (wanted_ && depth_++ == 0) {
+      was_on_ = PyGC_Disable() == 1;
+    }
+  }
   ~PausedCollection() {
-    if (paused_) {
+    if (wanted_ && --depth_ == 0 && was_on_) {
       PyGC_Enable();
     }
   }
@@ -72,7 +76,9 @@ class PausedCollection {
   PausedCollection& operator=(const PausedCollection&) = delete;
 
  private:
-  const bool paused_;
+  inline static int depth_ = 0;  // both guarded by the GIL: calls of several threads may overlap
+  inline static bool was_on_ = false;
+  const bool wanted_;
 };
 
 // A tensor over a storage of torch's, exactly as the saved one was. Torch holds the storage from
