@@ -140,7 +140,7 @@ def _real_gpu() -> str:
         raise RuntimeError(f"torch {torch.__version__} was built without CUDA")
     _driver.native()
     names = [_driver.require_virtual_memory(index).name for index in range(_driver.device_count())]
-    return f"change_current_allocator(stagehand_alloc.allocator()) on {', '.join(names)}"
+    return f"pool() as it is, or through allocator(), on {', '.join(names)}"
 
 
 def _simulated_gpu() -> str:

@@ -92,16 +92,16 @@ void Runtime::apply_limit() {
     {
       Lock lock(mutex_);
       turn = limit_turn_.load(std::memory_order_relaxed);
-      if (now != share_set_) {
+      if (now != share_told_) {
         share_before_ = now;  // the user's own, also where it was changed meanwhile
       }
       share = share_wanted_ == kNoShare ? share_before_ : std::min(share_wanted_, share_before_);
-      share_set_ = share_wanted_ == kNoShare ? kNoShare : share;
       limit_applied_ = turn;
     }
-    if (share != now) {
-      side.set_fraction(device_, share);
-    }
+    side.set_fraction(device_, share);
+    const double told = side.fraction(device_);  // torch rounds it to bytes
+    Lock lock(mutex_);
+    share_told_ = told;
   } while (turn != limit_turn_.load(std::memory_order_acquire));
 }
 

@@ -1,6 +1,7 @@
 #include "native/held_torch.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace stagehand::core::test {
@@ -56,7 +57,10 @@ TorchSide table_of(bool triggers) {
   side.release_cached = [] { return g_torch->release_cached(); };
   side.blocked = [] { return g_torch->blocked.load(); };
   side.fraction = [](int) { return g_torch->fraction.load(); };
-  side.set_fraction = [](int, double share) { g_torch->fraction = share; };
+  side.set_fraction = [](int, double share) {
+    constexpr double kBytes = 1000003;  // torch keeps bytes
+    g_torch->fraction = std::floor(share * kBytes) / kBytes;
+  };
   return side;
 }
 
