@@ -301,8 +301,8 @@ class Runtime {
   // torch's own limit: a share of the device, or kNoShare for none of ours.
   static constexpr double kNoShare = -1;
   double share_wanted_ = kNoShare;
-  double share_told_ = kNoShare;  // what torch said after we set it last
-  double share_before_ = 1;       // the user's
+  double share_told_ = kNoShare;                 // what torch said after we set it last
+  double share_before_ = 1;                      // the user's
   std::atomic<std::uint64_t> limit_turn_{0};     // goes up with what is wanted
   std::atomic<std::uint64_t> limit_applied_{0};  // the turn that torch was told last
   bool release_failed_ = false;                  // torch gave nothing back when asked last
