@@ -62,7 +62,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
     begin_step(high_);
   }
   const auto index = static_cast<std::uint32_t>(now_->seen.entries.size());
-  now_->seen.entries.push_back({block_bytes, record, false, 0, 0});
+  now_->seen.entries.push_back({block_bytes, record, false, false, 0, 0});
   ++now_->alive;
   follow(*now_);
   return {now_->serial, index};
@@ -152,6 +152,14 @@ Bytes Plan::expected_request() const {
   return request;
 }
 
+Bytes Plan::Trace::evicted_bytes() const {
+  Bytes bytes = 0;
+  for (const Entry& entry : entries) {
+    bytes += entry.evicted ? entry.block_bytes : 0;
+  }
+  return bytes;
+}
+
 Bytes Plan::Trace::requested(std::size_t place) const {
   const auto at = [&](const std::vector<Bytes>& all) {
     return place < all.size() ? all[place] : 0;
@@ -172,6 +180,12 @@ void Plan::learn(Step& step) {
   auto trace = std::make_shared<Trace>(std::move(step.seen));
   const auto same = std::find_if(traces_.begin(), traces_.end(),
                                  [&](const auto& one) { return one->repeats(*trace); });
+  // The lesser of the last two steps: a hole that happened to cost more is not repeated, and what
+  // is needed from now on is learned.
+  const bool fewer = same == traces_.end() || trace->evicted_bytes() <= (*same)->evicted_bytes();
+  for (std::size_t i = 0; i < trace->entries.size(); ++i) {
+    trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;
+  }
   if (same != traces_.end()) {
     trace->id = (*same)->id;
     trace->follower = (*same)->follower;
@@ -209,7 +223,7 @@ const Plan::Entry* Plan::expected(Place place, const Step** step) const {
 bool Plan::leaves(Place place) const {
   const Step* step = nullptr;
   const Entry* entry = expected(place, &step);
-  return entry != nullptr && entry->evicted && step->trace->predicts(step->seen.high);
+  return entry != nullptr && entry->leaves && step->trace->predicts(step->seen.high);
 }
 
 Plan::Use Plan::next_use(Place place, std::uint64_t order) const {

@@ -79,6 +79,7 @@ class Plan {
     Bytes block_bytes = 0;
     RecordId record;
     bool evicted = false;
+    bool leaves = false;     // is to leave in the next step
     std::uint32_t used = 0;  // the how-maniest of its step that was asked for; 0: never
     Use used_at = 0;         // of all that were asked for since the step began
   };
@@ -97,6 +98,7 @@ class Plan {
     std::vector<Bytes> requests_before;
 
     Bytes requested(std::size_t place) const;
+    Bytes evicted_bytes() const;
 
     bool repeats(const Trace& other) const;
     // What left under its budget leaves under this one too.

@@ -188,6 +188,10 @@ class Runtime {
   // runtime_reclaim.cpp
   Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
+  Candidate victim(const Record& record, Bytes size) const;
+  Bytes lacking(Bytes bytes) const;
+  Bytes bytes_leaving(const Window& window) const;
+  Record* planned_victim(Bytes bytes);
   void look(const Arena& arena, bool with_victims);
   Block* take_idle_window(Arena& arena, Bytes bytes);
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
@@ -226,6 +230,7 @@ class Runtime {
   Block* adopt(HeldStorage held, const CacheMap::Owner& owner);
   void watch(Record& record);
   void poll_owners(std::size_t most);
+  Block* adopt_made(const HeldStorage& held);
   Block* make_again(Lock& lock, Record& record, Status* status);
   bool prefetch_held(Lock& lock, Record& record, Bytes bytes);
   void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof);

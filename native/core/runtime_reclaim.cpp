@@ -10,7 +10,9 @@ namespace stagehand::core {
 
 namespace {
 constexpr Bytes kSmallVictims = 16_MiB;  // leave together
-constexpr Bytes kFreeAhead = 16_MiB;     // what a plan keeps free for the next requests
+// Moving memory costs the host about as long as the link takes for this, 4 ms on an H200.
+constexpr Bytes kWorthMoving = 512_MiB;
+constexpr Bytes kFreeAhead = 16_MiB;  // what a plan keeps free for the next requests
 }  // namespace
 
 // Where growth stops before anything is evicted: `high`, unless the step is known to need more live
@@ -91,23 +93,28 @@ Block* Runtime::room_without_evicting(Arena& arena, Bytes bytes) {
   return nullptr;
 }
 
+// The record's block as choose_window sees it. What leaves in any case may leave in any order.
+Candidate Runtime::victim(const Record& record, Bytes size) const {
+  return {Candidate::Kind::victim, size,
+          plan_.leaves(record.place) ? 0 : ~plan_.next_use(record.place, record.order)};
+}
+
 // The arena as choose_window sees it, in `candidates_`; the blocks beside it.
 void Runtime::look(const Arena& arena, bool with_victims) {
   candidates_.clear();
   candidate_blocks_.clear();
   for (Block* b = arena.first; b != nullptr; b = b->next) {
-    Candidate candidate{Candidate::Kind::wall, b->size, 0};
+    Candidate candidate{Candidate::Kind::wall, b->size};
     if (b->state == BlockState::free || b->state == BlockState::evicting) {
       candidate.kind = Candidate::Kind::idle;
-      for (const Tick& tick : b->fence) {
-        if (tick.clock == mover_->out().clock().index() &&
-            arena.clock.waited(tick.clock) < tick.seq) {
-          candidate.age = tick.seq;
-        }
-      }
     } else if (with_victims && b->record != nullptr && b->record->evictable()) {
-      candidate.kind = Candidate::Kind::victim;
-      candidate.age = ~plan_.next_use(b->record->place, b->record->order);
+      candidate = victim(*b->record, b->size);
+    }
+    for (const Tick& tick : b->fence) {
+      if (tick.clock == mover_->out().clock().index() &&
+          arena.clock.waited(tick.clock) < tick.seq) {
+        candidate.copy = tick.seq;
+      }
     }
     candidates_.push_back(candidate);
     candidate_blocks_.push_back(b);
@@ -124,16 +131,63 @@ Block* Runtime::take_idle_window(Arena& arena, Bytes bytes) {
                         bytes);
 }
 
-// Step 4: the victims that make a hole here; else the oldest anywhere, whose pieces can be moved
-// here once enough of them are whole.
+// Step 4: the victims that make a hole here. Where it would cost much more than the request lacks,
+// victims that leave in any case, wherever they are: their pieces are moved here. So are those of
+// what is needed last, where no hole can be made.
 Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing) {
   look(arena, true);
   const Window window = choose_window(candidates_, bytes);
-  if (!window.found) {
-    Record* last = last_needed(arena.key.small);
-    return last != nullptr ? evict(*last, squeeze, missing) : Evicted::none;
+  Record* moved = nullptr;
+  if (!window.found || bytes_leaving(window) > lacking(bytes) + kWorthMoving) {
+    moved = planned_victim(lacking(bytes));
   }
-  return evict_window(window, squeeze, missing);
+  if (moved == nullptr && window.found) {
+    return evict_window(window, squeeze, missing);
+  }
+  moved = moved != nullptr ? moved : last_needed(arena.key.small);
+  if (moved == nullptr) {
+    return Evicted::none;
+  }
+  const Evicted result = evict(*moved, squeeze, missing);
+  if (result == Evicted::yes && moved->clean()) {
+    // The request will wait for the copy in any case; now the block can join its neighbours.
+    clocks_.order_after(arena.clock, moved->copy.written);
+  }
+  return result;
+}
+
+// What must leave at least, wherever it is.
+Bytes Runtime::lacking(Bytes bytes) const {
+  return bytes - std::min(bytes, ceiling() - std::min(counters_.occupied, ceiling()));
+}
+
+// What would leave with the window's victims: under a plan, for one that would have stayed, one
+// that was copied out in vain too.
+Bytes Runtime::bytes_leaving(const Window& window) const {
+  Bytes bytes = 0;
+  for (std::size_t i = window.begin; i < window.end; ++i) {
+    const Candidate& one = candidates_[i];
+    if (one.kind == Candidate::Kind::victim) {
+      bytes += one.age != 0 && plan_.follows() ? 2 * one.size : one.size;
+    }
+  }
+  return bytes;
+}
+
+// The smallest planned victim that frees `bytes`, the largest where none does; null without any.
+Record* Runtime::planned_victim(Bytes bytes) {
+  Record* best = nullptr;
+  for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
+    if (!r->evictable() || r->block->arena->key.small || !plan_.leaves(r->place)) {
+      continue;
+    }
+    const Bytes size = r->block->size;
+    const Bytes best_size = best != nullptr ? best->block->size : 0;
+    if (best_size < bytes ? size > best_size : size >= bytes && size < best_size) {
+      best = r;
+    }
+  }
+  return best;
 }
 
 Runtime::Evicted Runtime::evict_window(const Window& window, bool squeeze, Bytes* missing) {

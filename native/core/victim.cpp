@@ -9,20 +9,21 @@ namespace {
 
 struct Cost {
   bool any_victim;
-  std::uint64_t soonest;    // the greatest age among the victims
-  std::uint64_t last_copy;  // the same among the idle
+  std::uint64_t soonest;  // the greatest age
   Bytes victim_bytes;
+  std::uint64_t last_copy;  // the greatest
   Bytes bytes;
 
-  auto key() const { return std::tie(any_victim, soonest, last_copy, victim_bytes, bytes); }
+  auto key() const { return std::tie(any_victim, soonest, victim_bytes, last_copy, bytes); }
 };
 
-// The greatest age of one kind in a window that only moves forward: candidates for the maximum, in
+// The greatest of one number in a window that only moves forward: candidates for the maximum, in
 // falling order.
 class SlidingMaximum {
  public:
+  explicit SlidingMaximum(std::uint64_t Candidate::* of) : of_(of) {}
   void enter(std::span<const Candidate> blocks, std::size_t i) {
-    while (!falling_.empty() && blocks[falling_.back()].age <= blocks[i].age) {
+    while (!falling_.empty() && blocks[falling_.back()].*of_ <= blocks[i].*of_) {
       falling_.pop_back();
     }
     falling_.push_back(i);
@@ -32,13 +33,13 @@ class SlidingMaximum {
       falling_.pop_front();
     }
   }
-  bool empty() const { return falling_.empty(); }
   std::uint64_t value(std::span<const Candidate> blocks) const {
-    return empty() ? 0 : blocks[falling_.front()].age;
+    return falling_.empty() ? 0 : blocks[falling_.front()].*of_;
   }
   void clear() { falling_.clear(); }
 
  private:
+  std::uint64_t Candidate::* of_;
   std::deque<std::size_t> falling_;
 };
 
@@ -48,8 +49,8 @@ class SlidingMaximum {
 Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
   Window best;
   Cost best_cost{};
-  SlidingMaximum victims;
-  SlidingMaximum idle;
+  SlidingMaximum ages(&Candidate::age);
+  SlidingMaximum copies(&Candidate::copy);
   Bytes held = 0;
   Bytes victim_bytes = 0;
   std::size_t victim_count = 0;
@@ -57,27 +58,31 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
   for (std::size_t end = 0; end < blocks.size(); ++end) {
     const Candidate& last = blocks[end];
     if (last.kind == Candidate::Kind::wall) {
-      victims.clear();
-      idle.clear();
+      ages.clear();
+      copies.clear();
       held = victim_bytes = 0;
       victim_count = 0;
       begin = end + 1;
       continue;
     }
     const bool is_victim = last.kind == Candidate::Kind::victim;
-    (is_victim ? victims : idle).enter(blocks, end);
+    if (is_victim) {
+      ages.enter(blocks, end);
+    }
+    copies.enter(blocks, end);
     held += last.size;
     victim_bytes += is_victim ? last.size : 0;
     victim_count += is_victim ? 1 : 0;
     for (; held >= bytes; ++begin) {
-      const Cost cost{victim_count > 0, victims.value(blocks), idle.value(blocks), victim_bytes,
+      const Cost cost{victim_count > 0, ages.value(blocks), victim_bytes, copies.value(blocks),
                       held};
       if (!best.found || cost.key() < best_cost.key()) {
         best = {begin, end + 1, true, victim_count};
         best_cost = cost;
       }
       const bool victim_leaves = blocks[begin].kind == Candidate::Kind::victim;
-      (victim_leaves ? victims : idle).leave(begin);
+      ages.leave(begin);
+      copies.leave(begin);
       held -= blocks[begin].size;
       victim_bytes -= victim_leaves ? blocks[begin].size : 0;
       victim_count -= victim_leaves ? 1 : 0;

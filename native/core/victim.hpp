@@ -17,9 +17,9 @@ struct Candidate {
   };
   Kind kind = Kind::wall;
   Bytes size = 0;
-  // Victims: place in the order of next use, 0 = needed last (the oldest).
-  // Idle: the number of the copy out that still reads it, 0 = none.
+  // Of a victim: place in the order of next use; 0 = needed last, or it leaves in any case.
   std::uint64_t age = 0;
+  std::uint64_t copy = 0;  // the number of the copy out that still reads it, 0 = none
 };
 
 struct Window {

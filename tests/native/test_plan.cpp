@@ -56,6 +56,19 @@ TEST("what left in the last step is expected to leave in the next one like it") 
   CHECK(!plan.leaves(places[2]));
 }
 
+TEST("what left once more than the step before needed is not expected to leave again") {
+  Plan plan;
+  const std::vector<Bytes> sizes{4_MiB, 8_MiB, 4_MiB};
+  step(plan, sizes, {0});
+  step(plan, sizes, {0, 1});
+  const auto third = forward(plan, sizes, {0, 1});
+  CHECK(plan.leaves(third[0]));
+  CHECK(!plan.leaves(third[1]));
+  backward(plan, third);
+  const auto fourth = forward(plan, sizes);  // two steps needed more: so it is
+  CHECK(plan.leaves(fourth[1]));
+}
+
 TEST("from the first size that no step had, a step expects nothing") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB, 4_MiB}, {0, 1, 2});

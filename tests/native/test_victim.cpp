@@ -10,10 +10,10 @@ namespace {
 
 constexpr Candidate wall(Bytes size = 8) { return {Candidate::Kind::wall, size, 0}; }
 constexpr Candidate idle(Bytes size, std::uint64_t copy = 0) {
-  return {Candidate::Kind::idle, size, copy};
+  return {Candidate::Kind::idle, size, 0, copy};
 }
-constexpr Candidate victim(Bytes size, std::uint64_t age) {
-  return {Candidate::Kind::victim, size, age};
+constexpr Candidate victim(Bytes size, std::uint64_t age, std::uint64_t copy = 0) {
+  return {Candidate::Kind::victim, size, age, copy};
 }
 
 void expect(const std::vector<Candidate>& blocks, Bytes bytes, std::size_t begin, std::size_t end) {
@@ -51,6 +51,17 @@ TEST("a run's age is that of its youngest victim") {
 
 TEST("with equal ages fewer victim bytes go") {
   expect({victim(16, 5), wall(), idle(4), victim(4, 5)}, 8, 2, 4);
+}
+
+TEST("of what leaves in any case fewer bytes go, and then what was copied out first") {
+  expect({victim(8, 0, 1), victim(16, 0, 2), wall(), victim(16, 0, 9), wall(), victim(16, 0, 5)},
+         16, 1, 2);
+  expect({victim(8, 0, 1), victim(8, 0, 2), wall(), victim(8, 0, 3), victim(10, 0, 4)}, 18, 3, 5);
+  expect({victim(16, 0, 9), wall(), victim(8, 0, 6), victim(8, 0, 4)}, 16, 2, 4);
+}
+
+TEST("what leaves in any case goes before what would have stayed, however much more it is") {
+  expect({victim(16, 1), wall(), victim(12, 0, 3), victim(12, 0, 4)}, 16, 2, 4);
 }
 
 TEST("of runs without victims the one whose copy out was queued first goes") {
