@@ -177,17 +177,17 @@ Saved Runtime::save(Address data, Address first, Address last) {
   Lock lock(mutex_);
   Block* block = heap_.find(first);
   if (block == nullptr || block->state != BlockState::live || last > block->end()) {
-    return {Refusal::foreign_storage, {}, 0};
+    return {Refusal::foreign_storage, {}};
   }
   if (block->arena->key.graph != 0) {
-    return {Refusal::graph_capture, {}, 0};
+    return {Refusal::graph_capture, {}};
   }
   if (block->keep) {
-    return {Refusal::kept, {}, 0};
+    return {Refusal::kept, {}};
   }
   // Parameters, buffers and inputs were there before the pool was entered (rule A2).
   if (block->record == nullptr && block->serial <= pool_serial_) {
-    return {Refusal::older_than_pool, {}, 0};
+    return {Refusal::older_than_pool, {}};
   }
   return tag(block, data, first, last);
 }
@@ -228,8 +228,7 @@ Saved Runtime::tag(Block* block, Address data, Address first, Address last) {
     Tick tick;
     block->arena->clock.record(&tick);
   }
-  return {Refusal::none, Ledger::id_of(*record), data - block->address + record->block_begin,
-          false};
+  return {Refusal::none, Ledger::id_of(*record), data - block->address + record->block_begin};
 }
 
 // The first record of a step was saved. What was learned of the room to leave is forgotten slowly.
@@ -245,7 +244,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   Lock lock(mutex_);
   Record* record = ledger_.find(id);
   if (record == nullptr) {
-    return {Status::stale, 0, nullptr, nullptr, 0, false};
+    return {Status::stale};
   }
   const driver::ContextGuard guard(table_, context_);
   if (held_ != nullptr) {
@@ -266,7 +265,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   Status status = Status::ok;
   if (!was_resident && !restore(lock, *record, &status)) {
     seal(lock);
-    return {status, 0, nullptr, nullptr, 0, false};
+    return {status};
   }
   Block* block = record->block;
   if (was_resident) {
@@ -288,7 +287,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
       --block->aliases;
       --counters_.aliases;
       owner_left(block);
-      return {Status::driver_failed, 0, nullptr, nullptr, 0, false};
+      return {Status::driver_failed};
     }
   }
   if (held_ != nullptr) {

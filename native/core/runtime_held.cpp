@@ -179,8 +179,7 @@ void Runtime::drop_orphans() {
   }
 }
 
-// Owners
-// -------------------------------------------------------------------------------------------
+// Owners ------------------------------------------------------------------------------------------
 
 void Runtime::watch(Record& record) {
   if (!record.watched) {
@@ -225,33 +224,33 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   refresh();
   plan_.requested(cache_->take_largest_request());
   if (first < held.address || last > held.address + held.bytes) {
-    return {Refusal::foreign_storage, {}, 0};
+    return {Refusal::foreign_storage, {}};
   }
   if (cache_->kept(held.address)) {
-    return {Refusal::kept, {}, 0};
+    return {Refusal::kept, {}};
   }
   Block* block = held_->find(held.identity);
   const bool fresh = block == nullptr;
   if (!fresh && (block->address != held.address || block->storage_bytes != held.bytes)) {
-    return {Refusal::foreign_storage, {}, 0};  // resized since: what is known of it is of before
+    return {Refusal::foreign_storage, {}};  // resized since: what is known of it is of before
   }
   if (fresh) {
     CacheMap::Owner owner{stream, {}};
     if (held_->side().triggers != 0) {
       const auto known = cache_->owner_of(held.address);
       if (!known.has_value()) {
-        return {Refusal::foreign_storage, {}, 0};
+        return {Refusal::foreign_storage, {}};
       }
       owner = *known;
     }
     // A pool of the user's has a purpose we do not know: a CUDA graph's, or registered with NCCL.
     if (owner.pool != CacheMap::Owner{}.pool &&
         std::find(torch_pools_.begin(), torch_pools_.end(), owner.pool) == torch_pools_.end()) {
-      return {Refusal::private_pool, {}, 0};
+      return {Refusal::private_pool, {}};
     }
     // Parameters, buffers and inputs were there before the pool was entered (rule A2).
     if (held_->side().triggers != 0 && !cache_->young(held.address)) {
-      return {Refusal::older_than_pool, {}, 0};
+      return {Refusal::older_than_pool, {}};
     }
     block = adopt(held, owner);
   } else if (block->state == BlockState::retained) {
@@ -279,8 +278,7 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   return saved;
 }
 
-// Making again
-// -------------------------------------------------------------------------------------
+// Making again ------------------------------------------------------------------------------------
 
 Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
   HeldStorage held;
@@ -296,6 +294,11 @@ Block* Runtime::make_again(Lock& lock, Record& record, Status* status) {
     *status = Status::out_of_memory;
     return nullptr;
   }
+  return adopt_made(held);
+}
+
+// The books have it, though no record has.
+Block* Runtime::adopt_made(const HeldStorage& held) {
   refresh();
   Block* block =
       adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
@@ -324,10 +327,7 @@ bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
   if (!made) {
     return false;
   }
-  refresh();
-  Block* block =
-      adopt(held, cache_->owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
-  block->made_again = true;
+  Block* block = adopt_made(held);
   Record* still = ledger_.find(id);
   if (still == nullptr || still->block != nullptr || still->copying || !still->clean()) {
     give_back(block);
@@ -338,8 +338,7 @@ bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
   return flush_prefetch();
 }
 
-// The trigger
-// --------------------------------------------------------------------------------------
+// The trigger -------------------------------------------------------------------------------------
 
 bool Runtime::missed(driver::Stream stream) {
   const Departing departing(*this);
@@ -395,22 +394,21 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
       whole += only_idle ? idle : 0;
       idle = 0;
       only_idle = stretch.releasable;
-      candidates_.push_back({Candidate::Kind::wall, 0, 0});
+      candidates_.push_back({Candidate::Kind::wall});
       candidate_blocks_.push_back(nullptr);
     }
     Block* block = stretch.hole ? nullptr : held_->at(stretch.address);
     const bool departs = std::any_of(
         t_departing.begin(), t_departing.end(),
         [&](const Departed& one) { return !stretch.hole && one.address == stretch.address; });
-    Candidate candidate{Candidate::Kind::wall, stretch.bytes, 0};
+    Candidate candidate{Candidate::Kind::wall, stretch.bytes};
     if (stretch.hole || departs) {
       idle += stretch.bytes;
       candidate.kind = Candidate::Kind::idle;
     } else {
       only_idle = false;
       if (block != nullptr && block->record != nullptr && block->record->evictable()) {
-        candidate.kind = Candidate::Kind::victim;
-        candidate.age = ~plan_.next_use(block->record->place, block->record->order);
+        candidate = victim(*block->record, stretch.bytes);
       }
     }
     if (!stretch.of_owner) {
@@ -554,8 +552,7 @@ Bytes Runtime::trim_torch() {
   return released + (some && wait_for_gpu(lock) ? segments_->trim(0) : 0);
 }
 
-// A MemPool's segments
-// --------------------------------------------------------------------------------
+// A MemPool's segments ----------------------------------------------------------------------------
 
 void Runtime::set_torch_pool(std::array<std::uint64_t, 2> pool) {
   Lock lock(mutex_);
@@ -583,8 +580,8 @@ Address Runtime::segment(Bytes bytes, driver::Stream stream) {
   segments_->settle(*arena);
   Block* block = segments_->take(*arena, bytes);
   if (block == nullptr) {
-    const Bytes others =
-        cache_->usage().reserved - std::min(cache_->usage().reserved, segment_counters_.occupied);
+    const Bytes reserved = cache_->usage().reserved;
+    const Bytes others = reserved - std::min(reserved, segment_counters_.occupied);
     const Bytes ceiling = budget_.limit - std::min(budget_.limit, others);
     if (segments_->grow(*arena, bytes, ceiling) == Status::ok ||
         segments_->gather(*arena, bytes, ceiling) == Status::ok) {

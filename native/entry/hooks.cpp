@@ -270,17 +270,14 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
                              Address first, Address last) const {
   const core::TorchSide& side = *Registry::get().torch_side();
   if (handle.geometry.device.type != dlpack::kCuda || handle.geometry.device.id != device_) {
-    return {core::Refusal::foreign_storage, {}, 0, false};
+    return {core::Refusal::foreign_storage, {}};
   }
   const PausedCollection paused(side.triggers == 0);
   core::HeldStorage held;
   const core::Hold result = side.hold(tensor.ptr(), &held, &handle.dtype);
   if (result != core::Hold::held) {
-    return {result == core::Hold::capturing ? core::Refusal::graph_capture
-                                            : core::Refusal::foreign_storage,
-            {},
-            0,
-            false};
+    const bool capturing = result == core::Hold::capturing;
+    return {capturing ? core::Refusal::graph_capture : core::Refusal::foreign_storage, {}};
   }
   if (side.triggers == 0) {
     note_usage(device_, last - first);
@@ -349,12 +346,12 @@ nb::object Hooks::unpack(const Handle& handle) {
   const RelaxedCapture relaxed;
   core::Unpacked unpacked;
   const core::TorchSide* side = Registry::get().torch_side();
-  if (side != nullptr && side->triggers == 0) {
+  const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library
+  if (in_python) {
     note_usage(device_, handle.runtime->bytes_of(handle.record));
   }
-  // What stands in for the trigger library is Python.
-  const PausedCollection paused(side != nullptr && side->triggers == 0);
-  if (handle.runtime->resident(handle.record) || (side != nullptr && side->triggers == 0)) {
+  const PausedCollection paused(in_python);
+  if (in_python || handle.runtime->resident(handle.record)) {
     unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
   } else {
     const nb::gil_scoped_release unlocked;  // making room may wait
