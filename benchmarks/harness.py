@@ -7,6 +7,7 @@ process that stays alive, and the workers run a few steps each in turn, on one G
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
@@ -207,3 +208,14 @@ def write_result(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path}")
+
+
+def report(
+    rows: Sequence[Row], result: Mapping[str, Any], name: str, options: argparse.Namespace
+) -> None:
+    """Print the rows; write the result to --out, or to `name` where the run was whole."""
+    if rows:
+        print_rows(rows)
+    partial = options.simulated or options.only is not None
+    if options.out is not None or not partial:
+        write_result(options.out or RESULTS / name, result)

@@ -26,15 +26,13 @@ import time
 from typing import Any
 
 from harness import (
-    RESULTS,
     Row,
     Worker,
     WorkerError,
     close_all,
     driver_version,
-    print_rows,
     refuse_without_gpu,
-    write_result,
+    report,
 )
 from measures import GIB, ratio_in_turn
 from shapes import GPT_8K, TINY_GPT
@@ -302,11 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     for name, values in result["summary"].items():
         print(f"{name:<12} {values}")
-    if rows:
-        print_rows(rows)
-    partial = options.simulated or options.only is not None
-    if options.out is not None or not partial:
-        write_result(options.out or RESULTS / "main-job.json", result)
+    report(rows, result, "main-job.json", options)
     return 0
 
 

@@ -35,16 +35,14 @@ from collections.abc import Callable
 from typing import Any
 
 from harness import (
-    RESULTS,
     Pace,
     Row,
     Worker,
     WorkerError,
     close_all,
     driver_version,
-    print_rows,
     refuse_without_gpu,
-    write_result,
+    report,
 )
 from measures import GIB, Budget, budget_of_share, ratio_in_turn
 from shapes import GPT_8K, TINY_GPT
@@ -452,11 +450,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{key:<22} {values}")
     for line in wrong:
         print(f"modes: {line}", file=sys.stderr)
-    if rows:
-        print_rows(rows)
-    partial = options.simulated or options.only is not None
-    if options.out is not None or not partial:
-        write_result(options.out or RESULTS / "modes.json", result)
+    report(rows, result, "modes.json", options)
     return 1 if wrong or run.failed else 0
 
 

@@ -33,16 +33,14 @@ from typing import Any
 
 import harness
 from harness import (
-    RESULTS,
     Row,
     Worker,
     WorkerError,
     ask_all,
     close_all,
     driver_version,
-    print_rows,
     refuse_without_gpu,
-    write_result,
+    report,
 )
 from measures import (
     GIB,
@@ -525,11 +523,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:<9} {configuration:<7} {found}")
     for line in wrong:
         print(f"transfers: {line}", file=sys.stderr)
-    if rows:
-        print_rows(rows)
-    partial = options.simulated or options.only is not None
-    if options.out is not None or not partial:
-        write_result(options.out or RESULTS / "transfers.json", result)
+    report(rows, result, "transfers.json", options)
     return 1 if wrong or transfers.failed else 0
 
 
