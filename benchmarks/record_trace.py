@@ -1,6 +1,6 @@
 """Records one training step of plain torch as the core would see it, for tests to replay.
 
-    python benchmarks/record_trace.py MODEL OUT      MODEL: gpt_8k, gpt_32k, adapters
+    python benchmarks/record_trace.py MODEL OUT      MODEL: gpt_8k, gpt_32k, llama, vit, adapters
 
 Saved tensors are not kept meanwhile: pack keeps their shapes, unpack makes new ones of the same
 sizes, so that torch frees what it would free with us, and allocates once more what we would restore
@@ -22,11 +22,13 @@ from typing import Any
 
 import models
 import torch
-from shapes import ADAPTERS, GPT_8K, GPT_32K
+from shapes import ADAPTERS, GPT_8K, GPT_32K, LLAMA, VIT
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_8k": ("gpt", GPT_8K),
     "gpt_32k": ("gpt", GPT_32K),
+    "llama": ("llama", LLAMA),
+    "vit": ("vit", VIT),
     "adapters": ("adapters", ADAPTERS),
 }
 WARM_STEPS = 3
