@@ -1,6 +1,6 @@
 """Records one training step of plain torch as the core would see it, for tests to replay.
 
-    python benchmarks/record_trace.py MODEL OUT      MODEL: gpt_8k, gpt_32k, llama, vit, adapters
+    python benchmarks/record_trace.py MODEL OUT      MODEL: gpt, gpt_32k, llama, vit, adapters
 
 Saved tensors are not kept meanwhile: pack keeps their shapes, unpack makes new ones of the same
 sizes, so that torch frees what it would free with us, and allocates once more what we would restore
@@ -22,15 +22,8 @@ from typing import Any
 
 import models
 import torch
-from shapes import ADAPTERS, GPT_8K, GPT_32K, LLAMA, VIT
+from shapes import MODELS
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_8k": ("gpt", GPT_8K),
-    "gpt_32k": ("gpt", GPT_32K),
-    "llama": ("llama", LLAMA),
-    "vit": ("vit", VIT),
-    "adapters": ("adapters", ADAPTERS),
-}
 WARM_STEPS = 3
 MARK = 10007  # bytes of an allocation that nothing else makes: a place in torch's own order
 
@@ -42,7 +35,6 @@ class Recorder:
         self.before = before  # storages there before the step
         self.notes: list[tuple[Any, ...]] = []
         self.marks: list[torch.cuda.Event] = []
-        self.records: dict[int, _Handle] = {}
 
     def mark(self, *note: Any) -> None:
         event = torch.cuda.Event(enable_timing=True)

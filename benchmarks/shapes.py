@@ -42,3 +42,12 @@ LLAMA: Shape = {
     "batch": 2,
 }
 VIT: Shape = {"name": "vit_base_patch16_224", "batch": 256}
+
+# By name: the builder in models.py, and the sizes.
+MODELS: dict[str, tuple[str, Shape]] = {
+    "gpt": ("gpt", GPT_8K),
+    "gpt_32k": ("gpt", GPT_32K),
+    "llama": ("llama", LLAMA),
+    "vit": ("vit", VIT),
+    "adapters": ("adapters", ADAPTERS),
+}

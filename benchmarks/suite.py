@@ -41,18 +41,11 @@ from harness import (
     write_result,
 )
 from measures import GIB, Budget, Link, agree, bound_ms, budget_of_share
-from shapes import ADAPTERS, GPT_8K, GPT_32K, LLAMA, TINY_ADAPTERS, TINY_GPT, VIT, Shape
+from shapes import MODELS, TINY_ADAPTERS, TINY_GPT, Shape
 
 SHARES = (0.85, 0.75, 0.60, 0.50, 0.35)
 CHECKPOINTS = (0.25, 0.5, 1.0)
 TOLERANCE = 1e-3  # of losses, relative
-MODELS: dict[str, tuple[str, Shape]] = {
-    "gpt": ("gpt", GPT_8K),
-    "gpt_32k": ("gpt", GPT_32K),
-    "llama": ("llama", LLAMA),
-    "vit": ("vit", VIT),
-    "adapters": ("adapters", ADAPTERS),
-}
 PACKAGES = {"llama": "transformers", "vit": "timm"}  # what a model needs beside torch
 TITLES = {
     "gpt": "GPT, 12 layers, sequence 8192",

@@ -189,8 +189,7 @@ TEST("memory that is not torch's, and that of a pool of the user's, is refused")
   rig.verify_empty();
 }
 
-// Making room
-// --------------------------------------------------------------------------------------
+// Making room -------------------------------------------------------------------------------------
 
 TEST("without a plan a miss lets go of what brings torch down to low") {
   HeldRig rig;
@@ -469,8 +468,7 @@ TEST("a restore that torch has no memory for changes nothing, and works once the
   rig.verify_empty();
 }
 
-// A MemPool's segments
-// ------------------------------------------------------------------------------
+// A MemPool's segments ----------------------------------------------------------------------------
 
 TEST("a MemPool's segments are reused by the next, and refused above limit") {
   HeldRig rig;

@@ -8,8 +8,7 @@
 namespace stagehand::core::test {
 namespace {
 
-// Faults
-// ------------------------------------------------------------------------------------------------
+// Faults ------------------------------------------------------------------------------------------
 
 enum Call : std::size_t {
   kEventCreate,
@@ -165,8 +164,7 @@ std::array<std::uint64_t, kCalls> fail_each_call(Scenario scenario, bool trigger
   return most;
 }
 
-// O4
-// ------------------------------------------------------------------------------------------------
+// O4 ----------------------------------------------------------------------------------------------
 
 TEST("O4: whatever fails while a miss evicts, the bytes are right and the next miss evicts") {
   const auto calls = fail_each_call([](FaultRig& rig, driver::Stream s) {
@@ -344,8 +342,7 @@ TEST("O4: whatever fails where there is no trigger, room is made at the next sav
   }
 }
 
-// O2
-// ------------------------------------------------------------------------------------------------
+// O2 ----------------------------------------------------------------------------------------------
 
 void check_stale(HeldRig& rig, const SavedTensor& gone, driver::Stream s) {
   const Counters before = rig.counters();
@@ -404,8 +401,7 @@ TEST("O2: a storage saved again after its record's end has an id of its own") {
   rig.verify_empty();
 }
 
-// O3
-// ------------------------------------------------------------------------------------------------
+// O3 ----------------------------------------------------------------------------------------------
 
 TEST("O3: the host copy stays while a handle does, and a second eviction copies nothing") {
   FaultRig rig;

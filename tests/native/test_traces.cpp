@@ -66,9 +66,12 @@ void charge_mapping(driver::Table& table) {
   };
 }
 
-driver::Result charge(std::size_t bytes, driver::Stream stream) {
-  const std::uint64_t ns = 6000 + bytes * 1'000'000'000 / kBytesPerS;
+driver::Result keep_busy(driver::Stream stream, std::uint64_t ns) {
   return stagehand_sim_kernel(stream, ns, nullptr, 0, nullptr, 0, nullptr, nullptr);
+}
+
+driver::Result charge_copy(std::size_t bytes, driver::Stream stream) {
+  return keep_busy(stream, 6000 + bytes * 1'000'000'000 / kBytesPerS);
 }
 
 Machine machine() {
@@ -78,10 +81,10 @@ Machine machine() {
   with.host_limit = 4_GiB;
   with.patch = [](driver::Table& table) {
     table.memcpy_dtoh_async = [](void*, driver::DevicePtr, std::size_t bytes, driver::Stream to) {
-      return charge(bytes, to);
+      return charge_copy(bytes, to);
     };
     table.memcpy_htod_async = [](driver::DevicePtr, const void*, std::size_t bytes,
-                                 driver::Stream to) { return charge(bytes, to); };
+                                 driver::Stream to) { return charge_copy(bytes, to); };
     table.memcpy_batch_async = nullptr;
     charge_mapping(table);
     table.host_register = [](void*, std::size_t, unsigned) { return driver::kSuccess; };
@@ -138,8 +141,7 @@ class Replay {
     std::uint64_t host_us = 0;
     for (const Event& event : events_) {
       if (event.kind == 't') {
-        stagehand_sim_kernel(stream_, (event.a - gpu_us) * 1000, nullptr, 0, nullptr, 0, nullptr,
-                             nullptr);
+        keep_busy(stream_, (event.a - gpu_us) * 1000);
         stagehand_sim_advance_ns((event.b - host_us) * 1000);
         gpu_us = event.a;
         host_us = event.b;
