@@ -107,9 +107,10 @@ TEST("the initial slabs are pinned from the configuration on, and nobody waits f
 TEST("threads that find no slab wait for the one growth under way") {
   for (int seed = 0; seed < 3; ++seed) {
     Rig ahead({.seed = static_cast<std::uint64_t>(seed), .classes = {{1_MiB, 4_MiB}, {1, 1}}}, 5);
-    ahead.rig.budget(16_MiB, 12_MiB, 200_MiB);
+    // Each thread evicts even where it runs alone: 4 tensors of a MiB and the request are above.
+    ahead.rig.budget(6_MiB, 4_MiB, 200_MiB);
     std::vector<std::thread> threads;
-    for (const Bytes bytes : {2_MiB, 3_MiB, 700_KiB}) {
+    for (const Bytes bytes : {2_MiB, 3_MiB, 1_MiB}) {
       threads.emplace_back([&ahead, bytes] { work(ahead.rig, bytes, 5); });
     }
     for (std::thread& thread : threads) {
@@ -186,6 +187,9 @@ TEST("who waits for the thread makes pinned memory itself when the thread is tol
   Rig ahead({.classes = {{1_MiB, 4_MiB}, {1, 0}}, .host_limit = 16_MiB});
   const driver::Stream s = ahead.rig.stream();
   ahead.rig.budget(8_MiB, 8_MiB, 8_MiB);
+  while (registering().now == 0) {  // the initial MiB: what is asked for below comes after it
+    std::this_thread::yield();
+  }
   const Held held = ahead.rig.retain(4_MiB, s);
   std::thread other([&] { ahead.rig.drop(ahead.rig.make(8_MiB, s)); });
   while (ahead.rig.counters().host_waits == 0) {
