@@ -121,11 +121,12 @@ void Plan::closed(Place place) {
   }
 }
 
-void Plan::live(Bytes bytes) {
+void Plan::live(Bytes bytes, Bytes demand) {
   if (now_ == nullptr) {
     return;
   }
   now_->seen.live_peak = std::max(now_->seen.live_peak, bytes);
+  now_->seen.demand_peak = std::max(now_->seen.demand_peak, demand);
   Bytes& since = (using_ != nullptr ? using_ : now_)->seen.live.back();
   since = std::max(since, bytes);
 }
@@ -180,9 +181,10 @@ void Plan::learn(Step& step) {
   auto trace = std::make_shared<Trace>(std::move(step.seen));
   const auto same = std::find_if(traces_.begin(), traces_.end(),
                                  [&](const auto& one) { return one->repeats(*trace); });
-  // The lesser of the last two steps: a hole that happened to cost more is not repeated, and what
-  // is needed from now on is learned.
-  const bool fewer = same == traces_.end() || trace->evicted_bytes() <= (*same)->evicted_bytes();
+  // What left is to leave again; of two steps that needed as much, what left in the lesser: a hole
+  // that happened to cost more is not repeated.
+  const bool fewer = same == traces_.end() || trace->demand_peak > (*same)->demand_peak ||
+                     trace->evicted_bytes() <= (*same)->evicted_bytes();
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;
   }

@@ -43,8 +43,9 @@ class Plan {
   void evicted(Place place);
   void unpacked(Place place);
   void closed(Place place);
-  // So much is live now: torch's and backward's blocks.
-  void live(Bytes bytes);
+  // So much is live now: torch's and backward's blocks; and `demand` would be occupied if nothing
+  // had left.
+  void live(Bytes bytes, Bytes demand = 0);
 
   // The largest request since the last record was saved or asked for.
   void requested(Bytes largest);
@@ -89,6 +90,7 @@ class Plan {
     std::uint32_t follower = 0;  // the trace of the step that came next
     Bytes high = 0;              // the budget it ran under
     Bytes live_peak = 0;
+    Bytes demand_peak = 0;
     Bytes unavoidable = 0;  // the lesser live peak of the last two such steps
     std::vector<Entry> entries;
     std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...

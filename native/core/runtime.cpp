@@ -11,7 +11,11 @@ namespace stagehand::core {
 
 namespace {
 constexpr std::size_t kPolled = 64;  // blocks asked at each unpack whether torch is done with them
-constexpr int kPrefetchReach = 64;   // records looked at beyond the one unpacked
+// Records that prefetch looks at beyond the one unpacked: what is wanted first may be far ahead,
+// but looking costs the host.
+constexpr int kPrefetchReach = 64;
+constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
+constexpr unsigned kFarTurn = 8;
 }  // namespace
 
 // Walk 1 ------------------------------------------------------------------------------------------
@@ -80,7 +84,7 @@ bool Runtime::free(Address address) {
 // What the plan learns is what backward and forward need; not the optimizer, which runs disarmed.
 void Runtime::note_live() {
   if (budget_.armed) {
-    plan_.live(counters_.occupied - counters_.retained);
+    plan_.live(counters_.occupied - counters_.retained, counters_.occupied + counters_.evicted);
   }
 }
 
@@ -410,7 +414,8 @@ void Runtime::prefetch(Lock& lock, Record& from) {
   const Bytes room = budget_.low - std::min(budget_.low, prefetch_reserve_);
   arrivals_.clear();
   Record* record = next_wanted(from);
-  for (int reach = 0; record != nullptr && reach < kPrefetchReach; ++reach) {
+  const int reach = ++prefetch_turn_ % kFarTurn == 0 ? kFarReach : kPrefetchReach;
+  for (int i = 0; record != nullptr && i < reach; ++i) {
     Record& one = *record;
     if (one.block != nullptr) {
       retained -= one.retained() ? one.block->size : 0;

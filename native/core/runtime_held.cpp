@@ -125,7 +125,7 @@ void Runtime::refresh() {
     const Bytes peak = cache_->take_allocated_peak();
     const Bytes live = peak - std::min(peak, std::max(live_retained_, counters_.retained));
     counters_.live_peak = std::max(counters_.live_peak, live);
-    plan_.live(live);
+    plan_.live(live, peak + counters_.evicted);
     if (counters_.mapped > budget_.high && live > counters_.overshoot_live) {
       counters_.overshoot_live = live;
       counters_.overshoot_saved = saved_in_use();
@@ -401,20 +401,11 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
     const bool departs = std::any_of(
         t_departing.begin(), t_departing.end(),
         [&](const Departed& one) { return !stretch.hole && one.address == stretch.address; });
-    Candidate candidate{Candidate::Kind::wall, stretch.bytes};
-    if (stretch.hole || departs) {
-      idle += stretch.bytes;
-      candidate.kind = Candidate::Kind::idle;
-    } else {
-      only_idle = false;
-      if (block != nullptr && block->record != nullptr && block->record->evictable()) {
-        candidate = victim(*block->record, stretch.bytes);
-      }
-    }
-    if (!stretch.of_owner) {
-      candidate.kind = Candidate::Kind::wall;
-    }
-    candidates_.push_back(candidate);
+    const bool is_idle = stretch.hole || departs;
+    candidates_.push_back(stretch.of_owner ? candidate(block, stretch.bytes, is_idle, true)
+                                           : Candidate{Candidate::Kind::wall, stretch.bytes});
+    idle += is_idle ? stretch.bytes : 0;
+    only_idle = only_idle && is_idle;
     candidate_blocks_.push_back(block);
   }
   return whole + (only_idle ? idle : 0);

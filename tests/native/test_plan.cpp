@@ -69,6 +69,18 @@ TEST("what left once more than the step before needed is not expected to leave a
   CHECK(plan.leaves(fourth[1]));
 }
 
+TEST("what leaves because a step needed more is expected to leave in the next") {
+  Plan plan;
+  const std::vector<Bytes> sizes{4_MiB, 8_MiB, 4_MiB};
+  const auto first = forward(plan, sizes, {0});
+  plan.live(8_MiB, 20_MiB);
+  backward(plan, first);
+  const auto second = forward(plan, sizes, {0, 1});
+  plan.live(16_MiB, 28_MiB);
+  backward(plan, second);
+  CHECK(plan.leaves(forward(plan, sizes)[1]));
+}
+
 TEST("from the first size that no step had, a step expects nothing") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB, 4_MiB}, {0, 1, 2});
