@@ -414,7 +414,9 @@ void Runtime::prefetch(Lock& lock, Record& from) {
   const Bytes room = budget_.low - std::min(budget_.low, prefetch_reserve_);
   arrivals_.clear();
   Record* record = next_wanted(from);
-  const int reach = ++prefetch_turn_ % kFarTurn == 0 ? kFarReach : kPrefetchReach;
+  // What comes back early into torch's own cache breaks up holes there, which cannot be moved.
+  const bool far = held_ == nullptr && ++prefetch_turn_ % kFarTurn == 0;
+  const int reach = far ? kFarReach : kPrefetchReach;
   for (int i = 0; record != nullptr && i < reach; ++i) {
     Record& one = *record;
     if (one.block != nullptr) {
