@@ -79,8 +79,11 @@ def reach_torch(device: int, config: Config) -> None:
         native.enter_torch(device)
 
 
-def make_mem_pool(*, use_on_oom: bool = False) -> Any:
-    """A torch.cuda.MemPool whose segments come from the core. ``use_on_oom``: as torch has it."""
+def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
+    """A torch.cuda.MemPool of ``device`` whose segments come from the core.
+
+    ``use_on_oom``: as torch has it.
+    """
     import torch
 
     global _segments
@@ -90,7 +93,9 @@ def make_mem_pool(*, use_on_oom: bool = False) -> Any:
             _segments = torch._C._cuda_customAllocator(
                 points["segment_alloc"], points["segment_free"]
             )
-    return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
+    # torch ties our entry points to the pool on the current device, whichever enters it.
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
 
 
 @contextmanager

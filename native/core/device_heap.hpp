@@ -55,7 +55,7 @@ class DeviceHeap {
   bool short_of_addresses(const Arena& arena, Bytes bytes) const;
   // Whether trimming could give anything back.
   bool has_free_piece() const;
-  // Maps all memory, present and to come, for one more device.
+  // Maps all memory, present and to come, for one more device; nothing where it is done.
   Status add_peer(int device);
 
   const std::vector<std::unique_ptr<Arena>>& arenas() const { return arenas_; }

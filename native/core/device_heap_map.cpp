@@ -310,6 +310,10 @@ driver::Result DeviceHeap::set_access(Address address, Bytes bytes) const {
 }
 
 Status DeviceHeap::add_peer(int device) {
+  const auto names = [device](const driver::AccessDesc& one) { return one.location.id == device; };
+  if (std::any_of(access_.begin(), access_.end(), names)) {
+    return Status::ok;
+  }
   driver::AccessDesc peer;
   peer.location.id = device;
   access_.push_back(peer);

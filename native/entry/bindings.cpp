@@ -151,7 +151,11 @@ void enter_torch(int device) {
 }
 
 void set_torch_pool(int device, std::uint64_t first, std::uint64_t second) {
-  opened(device).set_torch_pool({first, second});
+  core::Runtime& runtime = opened(device);
+  if (first != 0 || second != 0) {
+    Registry::get().connect_peers(device);  // what was in use since, without memory of ours
+  }
+  runtime.set_torch_pool({first, second});
 }
 
 void set_debug(bool evict_everything, bool poison, bool checksums) {

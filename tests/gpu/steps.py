@@ -101,3 +101,56 @@ def in_threads(*jobs: Callable[[], None]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+def captured(
+    x: Tensor, model: nn.Module, unsafe_calls: str = "global"
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the model's forward on ``x``, and where each replay puts the result.
+
+    ``unsafe_calls``: whose end the capture, as torch.cuda.graph's capture_error_mode has it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=unsafe_calls):
+        y = model(x)
+    return graph, y
+
+
+def warmed_up(x: Tensor, model: nn.Module) -> Tensor:
+    """The model's result; what may not start inside a capture, such as cuBLAS, has started."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.no_grad():
+        result: Tensor = model(x)
+    return result
+
+
+def assert_replays(graph: torch.cuda.CUDAGraph, x: Tensor, y: Tensor, model: nn.Module) -> None:
+    """A replay on new input has the model's result, and writes into nobody's memory."""
+    others = [torch.full((256, 256), float(n), device="cuda") for n in range(64)]
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, model(x))
+    for n, other in enumerate(others):
+        assert bool((other == n).all()), "a replay wrote into memory that was handed out"
+
+
+def capturer(times: int) -> Callable[[], None]:
+    """Captures graphs one after the other and replays each, while other threads go on."""
+    model, x = mlp(256, 4), rows(256, 256)
+    warmed_up(x, model)
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            warmed_up(x, model)  # cuBLAS has a handle a thread
+            for _ in range(times):
+                graph, y = captured(x, model, "thread_local")
+                assert_replays(graph, x, y, model)
+                del graph, y
+
+    return run

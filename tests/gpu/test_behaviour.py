@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import MIB, in_threads, mlp, one_step
+from steps import MIB, capturer, in_threads, mlp, one_step, rows
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -195,6 +195,20 @@ def test_threads_beside_a_budgeted_training(books: None) -> None:
 
 
 # --- Processes
+
+
+def test_a_graph_captured_by_another_thread_replays_right(books: None) -> None:
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget(150 * MIB)
+
+    def train() -> None:
+        for _ in range(20):
+            assert one_step(model, x, pool) == expected
+        assert pool.stats().evicted_bytes > 0
+
+    in_threads(train, capturer(20))
+    train()
 
 
 def test_a_forked_child_ends_cleanly(books: None) -> None:
