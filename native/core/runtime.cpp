@@ -84,7 +84,7 @@ bool Runtime::free(Address address) {
 // What the plan learns is what backward and forward need; not the optimizer, which runs disarmed.
 void Runtime::note_live() {
   if (budget_.armed) {
-    plan_.live(counters_.occupied - counters_.retained, counters_.occupied + counters_.evicted);
+    plan_.live(counters_.occupied - counters_.retained);
   }
 }
 

@@ -72,7 +72,8 @@ void Runtime::set_budget(const Budget& budget) {
     budget_.limit = std::min(budget.limit, process_limit_);
     budget_.armed = true;
     pool_open_ = true;
-    plan_.begin_step(budget.high);
+    const Bytes occupied = held_ != nullptr ? cache_->usage().allocated : counters_.occupied;
+    plan_.begin_step(budget.high, occupied - std::min(occupied, counters_.retained));
     prefetch_reserve_ = std::min(prefetch_reserve_, budget_.low);
     pool_serial_ = serial_;
     target = ceiling();  // what the step is known to need again stays

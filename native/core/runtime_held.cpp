@@ -125,7 +125,7 @@ void Runtime::refresh() {
     const Bytes peak = cache_->take_allocated_peak();
     const Bytes live = peak - std::min(peak, std::max(live_retained_, counters_.retained));
     counters_.live_peak = std::max(counters_.live_peak, live);
-    plan_.live(live, peak + counters_.evicted);
+    plan_.live(live);
     if (counters_.mapped > budget_.high && live > counters_.overshoot_live) {
       counters_.overshoot_live = live;
       counters_.overshoot_saved = saved_in_use();
