@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from stagehand_alloc import _driver, _install, _trigger
 from stagehand_alloc._config import Config
-from stagehand_alloc._errors import ModeError, NoCudaBuildError
+from stagehand_alloc._errors import DriverError, ModeError, NoCudaBuildError
 from stagehand_alloc._trigger import Trigger
 
 Mode = Literal["allocator", "mempool", "native"]
@@ -105,7 +105,12 @@ def allocate_from(mem_pool: Any, device: int) -> Iterator[None]:
 
     native = _driver.native()
     with torch.cuda.use_mem_pool(mem_pool, device=device):
-        native.set_torch_pool(device, *mem_pool.id)
+        if not native.set_torch_pool(device, *mem_pool.id):
+            raise DriverError(
+                f"The driver refused to open the MemPool's memory on device {device} for another "
+                "device in use.",
+                'Use mode="native", or hide the other devices with CUDA_VISIBLE_DEVICES.',
+            )
         try:
             yield
         finally:

@@ -197,6 +197,7 @@ class Runtime {
   Block* take_idle_window(Arena& arena, Bytes bytes);
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
   Evicted evict_planned(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
+  Evicted evict_for_pieces(Arena& arena, Record& record, bool squeeze, Bytes* missing);
   Evicted evict_window(const Window& window, bool squeeze, Bytes* missing);
   bool helped(Lock& lock, Evicted result, Bytes missing, bool* squeeze);
   Record* last_needed(bool small_first, bool of_mem_pools = true);

@@ -562,6 +562,7 @@ Address Runtime::segment(Bytes bytes, driver::Stream stream) {
   if (segments_ == nullptr) {
     segments_ = std::make_unique<DeviceHeap>(table_, device_, device_bytes_, granularity_, clocks_,
                                              segment_counters_);
+    segments_->add_peers_of(heap_);
   }
   Arena* arena = segments_->arena_for(stream, bytes, 0);
   if (arena == nullptr) {

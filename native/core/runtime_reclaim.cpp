@@ -159,7 +159,7 @@ Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Byt
     return evict_window(window, squeeze, missing);
   }
   Record* last = last_needed(arena.key.small);
-  return last != nullptr ? evict(*last, squeeze, missing) : Evicted::none;
+  return last != nullptr ? evict_for_pieces(arena, *last, squeeze, missing) : Evicted::none;
 }
 
 // Planned victims until the request lacks nothing but a hole; at least one.
@@ -170,16 +170,24 @@ Runtime::Evicted Runtime::evict_planned(Arena& arena, Bytes bytes, bool squeeze,
     if (victim == nullptr) {
       break;
     }
-    const bool here = victim->block->arena == &arena;
-    if (const Evicted one = evict(*victim, squeeze, missing); one != Evicted::yes) {
+    const Evicted one = evict_for_pieces(arena, *victim, squeeze, missing);
+    if (one != Evicted::yes) {
       return result == Evicted::yes ? result : one;
     }
-    result = Evicted::yes;
-    if (here && victim->clean()) {
-      // Settled, the block can join its neighbours, and pieces that reach into both can move too.
-      clocks_.order_after(arena.clock, victim->copy.written);
-    }
+    result = one;
   } while (lacking(bytes) > 0);
+  return result;
+}
+
+// Evicts a record of any arena for the pieces under it. One of the request's own is settled at
+// once: then its block can join its neighbours, and pieces that reach into both can move too.
+Runtime::Evicted Runtime::evict_for_pieces(Arena& arena, Record& record, bool squeeze,
+                                           Bytes* missing) {
+  const bool here = record.block->arena == &arena;
+  const Evicted result = evict(record, squeeze, missing);
+  if (result == Evicted::yes && here) {
+    clocks_.order_after(arena.clock, record.copy.written);  // or later: the fence stays
+  }
   return result;
 }
 
@@ -201,8 +209,8 @@ Bytes Runtime::bytes_leaving(const Window& window) const {
   return bytes;
 }
 
-// The smallest planned victim that frees `bytes`, the largest where none does; those that have been
-// copied out before others. Null without any.
+// The smallest planned victim that frees `bytes`, the largest where none does; those whose copy
+// is queued already before others. Null without any.
 Record* Runtime::planned_victim(Bytes bytes) {
   Record* best = nullptr;
   const auto better = [&](const Record& one) {

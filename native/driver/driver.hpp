@@ -47,6 +47,7 @@ using PhysicalHandle = std::uint64_t;
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kDeinitialized = 4;
+inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kNotReady = 600;
 
 inline constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING

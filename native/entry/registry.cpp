@@ -59,32 +59,32 @@ core::Runtime* Registry::open(int device, std::string* error) {
   return runtime;
 }
 
-void Registry::connect_peers(int device) {
+bool Registry::connect_peers(int device) {
   core::Lock lock(mutex_);
-  connect(device);
+  return connect(device);
 }
 
-void Registry::connect(int device) {
+bool Registry::connect(int device) {
+  bool all = true;
   for (int other = 0; other < kMaxDevices; ++other) {
     unsigned flags = 0;
     int active = 0;
-    if (table_.primary_ctx_state(other, &flags, &active) != driver::kSuccess) {
-      return;  // no more devices
+    const driver::Result result = table_.primary_ctx_state(other, &flags, &active);
+    if (result == driver::kInvalidDevice) {
+      break;  // that was the last one
     }
-    if (other != device && active != 0) {
-      let_reach(other, device);
-      let_reach(device, other);
+    if (result == driver::kSuccess && other != device && active != 0) {
+      all &= let_reach(other, device) && let_reach(device, other);
     }
   }
+  return all;
 }
 
-void Registry::let_reach(int from, int device) {
+bool Registry::let_reach(int from, int device) {
   int can = 0;
   core::Runtime* runtime = find(device);
-  if (runtime != nullptr && table_.can_access_peer(&can, from, device) == driver::kSuccess &&
-      can != 0) {
-    runtime->add_peer(from);
-  }
+  return runtime == nullptr || table_.can_access_peer(&can, from, device) != driver::kSuccess ||
+         can == 0 || runtime->add_peer(from) == core::Status::ok;
 }
 
 bool Registry::configure_pinned(core::Runtime& runtime, int device,

@@ -67,7 +67,8 @@ class Registry {
   // Memory mapped by hand is out of reach of other devices until they are named: does so for each
   // pair of `device` and one that this process uses, as cudaDeviceEnablePeerAccess would for memory
   // of cudaMalloc. Devices do so when they open; once more where others may be used by torch alone.
-  void connect_peers(int device);
+  // False: the driver refused what is mapped already.
+  bool connect_peers(int device);
 
   // Where torch's own caching allocator cuts the blocks: how it is reached, set once, and what its
   // cache holds, by device. Null: the process allocator only.
@@ -85,8 +86,8 @@ class Registry {
     StreamFilter filter;
   };
   Graph* find_graph(int device, GraphPoolId id);
-  void connect(int device);
-  void let_reach(int from, int device);
+  bool connect(int device);
+  bool let_reach(int from, int device);
   static bool configure_pinned(core::Runtime& runtime, int device, const PinnedSettings& settings);
   void count_capture(int device, int change);
 

@@ -139,18 +139,58 @@ def assert_replays(graph: torch.cuda.CUDAGraph, x: Tensor, y: Tensor, model: nn.
         assert bool((other == n).all()), "a replay wrote into memory that was handed out"
 
 
-def capturer(times: int) -> Callable[[], None]:
-    """Captures graphs one after the other and replays each, while other threads go on."""
-    model, x = mlp(256, 4), rows(256, 256)
-    warmed_up(x, model)
-    torch.cuda.synchronize()
+class Captures:
+    """Another thread, which captures graphs and replays them, one after the other, inside a `with`.
 
-    def run() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
-            warmed_up(x, model)  # cuBLAS has a handle a thread
-            for _ in range(times):
-                graph, y = captured(x, model, "thread_local")
-                assert_replays(graph, x, y, model)
-                del graph, y
+    Made before the budgets are: what it needs of its own (a cuBLAS handle has its workspace) is
+    there then.
+    """
 
-    return run
+    def __init__(self) -> None:
+        self.count = 0
+        self._model, self._x = mlp(256, 4), rows(256, 256)
+        self._events = {name: threading.Event() for name in ("warm", "go", "first", "done")}
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        torch.cuda.synchronize()
+        self._thread.start()
+        self._wait("warm")
+
+    def _wait(self, event: str) -> None:
+        assert self._events[event].wait(timeout=120), "the thread that captures hangs"
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                self._capture()
+                torch.cuda.synchronize()
+                self._events["warm"].set()
+                self._events["go"].wait(timeout=120)
+                while not self._events["done"].is_set():
+                    self._capture()
+                    self.count += 1
+                    self._events["first"].set()
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            for event in self._events.values():
+                event.set()
+
+    def _capture(self) -> None:
+        warmed_up(self._x, self._model)
+        graph, y = captured(self._x, self._model, "thread_local")
+        assert_replays(graph, self._x, y, self._model)
+
+    def __enter__(self) -> Captures:
+        self._events["go"].set()
+        self._wait("first")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._events["done"].set()
+        self._thread.join(timeout=120)
+        assert not self._thread.is_alive(), "the thread that captures hangs"
+        if self._errors:
+            raise self._errors[0]

@@ -506,6 +506,28 @@ TEST("a MemPool's segments are reused by the next, and refused above limit") {
   rig.verify();
 }
 
+TEST("another device may reach a MemPool's segments made before and after it was named") {
+  Machine machine = kHeldMachine;
+  machine.devices = 2;
+  machine.patch = count_opened;
+  HeldRig rig(machine);
+  const auto stream = rig.stream();
+  const Address before = rig.runtime->segment(kHeldSegment, stream);
+  CHECK_EQ(opened_bytes()[1], 0);
+  CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+  CHECK_EQ(opened_bytes()[1], kHeldSegment);
+  const Address after = rig.runtime->segment(kHeldSegment, stream);
+  CHECK_EQ(opened_bytes()[1], 2 * kHeldSegment);
+  rig.runtime->free_segment(before);
+  rig.runtime->free_segment(after);
+
+  HeldRig named_first(machine);
+  CHECK_EQ(named_first.runtime->add_peer(1), Status::ok);
+  const Address segment = named_first.runtime->segment(kHeldSegment, named_first.stream());
+  CHECK_EQ(opened_bytes()[1], kHeldSegment);
+  named_first.runtime->free_segment(segment);
+}
+
 TEST("what a MemPool gave back does not count twice, nor is it held against the next request") {
   HeldRig rig;
   const driver::Stream s = rig.stream();

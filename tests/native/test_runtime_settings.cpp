@@ -1,6 +1,4 @@
 // Settings that change, and requests that cannot be, while records and copies are about.
-#include <map>
-
 #include "native/core_rig.hpp"
 
 namespace stagehand::core::test {
@@ -142,36 +140,17 @@ TEST("a stream under capture gets no event and no wait, and its copies go withou
   }
 }
 
-// Bytes opened for a device, by its number.
-std::map<int, Bytes>& opened() {
-  static std::map<int, Bytes> bytes;
-  return bytes;
-}
-
 TEST("another device may reach memory mapped before and after it was named, which is done once") {
-  Machine machine{.devices = 2};
-  machine.patch = [](driver::Table& table) {
-    static decltype(table.mem_set_access) real;
-    real = table.mem_set_access;
-    table.mem_set_access = [](driver::DevicePtr address, std::size_t bytes,
-                              const driver::AccessDesc* access, std::size_t count) {
-      for (std::size_t i = 0; i < count; ++i) {
-        opened()[access[i].location.id] += bytes;
-      }
-      return real(address, bytes, access, count);
-    };
-  };
-  opened().clear();
-  CoreRig rig(machine);
+  CoreRig rig({.devices = 2, .patch = count_opened});
   const auto stream = rig.stream();
   const Tensor before = rig.make(4_MiB, stream);
-  CHECK_EQ(opened()[1], 0);
+  CHECK_EQ(opened_bytes()[1], 0);
   CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
-  CHECK_EQ(opened()[1], rig.counters().mapped);
+  CHECK_EQ(opened_bytes()[1], rig.counters().mapped);
   CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
-  CHECK_EQ(opened()[1], rig.counters().mapped);
+  CHECK_EQ(opened_bytes()[1], rig.counters().mapped);
   const Tensor after = rig.make(4_MiB, stream);
-  CHECK_EQ(opened()[1], rig.counters().mapped);
+  CHECK_EQ(opened_bytes()[1], rig.counters().mapped);
   rig.check(before, stream);
   rig.check(after, stream);
   rig.drop(before);
