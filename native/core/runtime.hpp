@@ -166,7 +166,7 @@ class Runtime {
   Saved tag(Block* block, Address data, Address first, Address last);
   void prefetch(Lock& lock, Record& from);
   Record* next_wanted(const Record& record);
-  bool prefetch_one(Lock& lock, Record& record, Bytes bytes);
+  bool prefetch_one(Lock& lock, Record& record, Bytes bytes, bool far);
   bool flush_prefetch();
   void arrive(Record& record, Block* block);
   Status bring_back(std::span<const Arrival> arrivals);
@@ -235,7 +235,7 @@ class Runtime {
   void poll_owners(std::size_t most);
   Block* adopt_made(const HeldStorage& held);
   Block* make_again(Lock& lock, Record& record, Status* status);
-  bool prefetch_held(Lock& lock, Record& record, Bytes bytes);
+  bool prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far);
   void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   void evict_down(Lock& lock);
   void leave_later(Lock& lock);

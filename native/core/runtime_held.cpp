@@ -312,10 +312,12 @@ CacheMap::Owner Runtime::owner_here(driver::Stream stream) const {
   return {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool};
 }
 
-// Only into a hole that is there, or below the ceiling; torch is told not to make room for it.
-bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
+// Only into a hole that is there, or below the ceiling; torch is told not to make room for it. What
+// is far ahead takes no new segment: that could not be moved out of the way of a request.
+bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far) {
   if (cache_->largest_hole(owner_here(record.stream)) < bytes &&
-      !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling())) {
+      (far ||
+       !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling()))) {
     return false;
   }
   const RecordId id = Ledger::id_of(record);

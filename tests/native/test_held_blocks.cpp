@@ -358,6 +358,31 @@ TEST("a prefetch never grows torch above high, also where another pool has room"
   }
 }
 
+TEST("what is needed far ahead comes back early into a hole, and into no new segment") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(200_MiB, 190_MiB);
+  const SavedTensor first = rig.retain(12_MiB, s);
+  rig.evict_all(s);
+  CHECK(!rig.resident(first));
+  const HeldTensor in_its_place = rig.make(12_MiB, s);
+  std::vector<SavedTensor> later = rig.retain_many(100, 64_KiB, s);
+  const auto back = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      rig.back(later.back(), s);
+      later.pop_back();
+    }
+  };
+  back(16);
+  CHECK(!rig.resident(first));
+  rig.drop(in_its_place);
+  back(16);
+  CHECK(rig.resident(first));
+  rig.back_all(later, s);
+  rig.back(first, s);
+  rig.verify_empty();
+}
+
 TEST("without the trigger room is made at the next save: above high with a wait, below without") {
   HeldRig rig(kHeldMachine, false);
   const driver::Stream s = rig.stream();
