@@ -107,10 +107,10 @@ TEST("the initial slabs are pinned from the configuration on, and nobody waits f
 TEST("threads that find no slab wait for the one growth under way") {
   for (int seed = 0; seed < 3; ++seed) {
     Rig ahead({.seed = static_cast<std::uint64_t>(seed), .classes = {{1_MiB, 4_MiB}, {1, 1}}}, 5);
-    // Each thread evicts even where it runs alone: 4 tensors of a MiB and the request are above.
+    // Each thread evicts even where it runs alone: tensors map 4 MiB or more, the request 4.
     ahead.rig.budget(6_MiB, 4_MiB, 200_MiB);
     std::vector<std::thread> threads;
-    for (const Bytes bytes : {2_MiB, 3_MiB, 1_MiB}) {
+    for (const Bytes bytes : {2_MiB, 3_MiB, 700_KiB}) {
       threads.emplace_back([&ahead, bytes] { work(ahead.rig, bytes, 5); });
     }
     for (std::thread& thread : threads) {
