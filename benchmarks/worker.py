@@ -335,7 +335,7 @@ class Worker:
         if self.settings.use_on_oom and pool.mem_pool is None:
             from stagehand_alloc import _modes
 
-            pool._mem_pool = _modes.make_mem_pool(use_on_oom=True)
+            pool._mem_pool = _modes.make_mem_pool(torch.cuda.current_device(), use_on_oom=True)
         entered: AbstractContextManager[Any] = pool
         return entered
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from stagehand_alloc import _driver, _install, _trigger
 from stagehand_alloc._config import Config
-from stagehand_alloc._errors import ModeError, NoCudaBuildError
+from stagehand_alloc._errors import DriverError, ModeError, NoCudaBuildError
 from stagehand_alloc._trigger import Trigger
 
 Mode = Literal["allocator", "mempool", "native"]
@@ -79,8 +79,11 @@ def reach_torch(device: int, config: Config) -> None:
         native.enter_torch(device)
 
 
-def make_mem_pool(*, use_on_oom: bool = False) -> Any:
-    """A torch.cuda.MemPool whose segments come from the core. ``use_on_oom``: as torch has it."""
+def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
+    """A torch.cuda.MemPool of ``device`` whose segments come from the core.
+
+    ``use_on_oom``: as torch has it.
+    """
     import torch
 
     global _segments
@@ -90,7 +93,9 @@ def make_mem_pool(*, use_on_oom: bool = False) -> Any:
             _segments = torch._C._cuda_customAllocator(
                 points["segment_alloc"], points["segment_free"]
             )
-    return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
+    # torch ties our entry points to the pool on the current device, whichever enters it.
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
 
 
 @contextmanager
@@ -100,7 +105,12 @@ def allocate_from(mem_pool: Any, device: int) -> Iterator[None]:
 
     native = _driver.native()
     with torch.cuda.use_mem_pool(mem_pool, device=device):
-        native.set_torch_pool(device, *mem_pool.id)
+        if not native.set_torch_pool(device, *mem_pool.id):
+            raise DriverError(
+                f"The driver refused to open the MemPool's memory on device {device} for another "
+                "device in use.",
+                'Use mode="native", or hide the other devices with CUDA_VISIBLE_DEVICES.',
+            )
         try:
             yield
         finally:

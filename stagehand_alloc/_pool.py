@@ -252,7 +252,7 @@ class Pool:
         """Allocate from a MemPool of ours, in the mode of that name."""
         if self._mode == "mempool":
             if self._mem_pool is None:
-                self._mem_pool = _modes.make_mem_pool()
+                self._mem_pool = _modes.make_mem_pool(device)
             stack.enter_context(_modes.allocate_from(self._mem_pool, device))
 
     def _enter_hooks(self, stack: ExitStack) -> None:

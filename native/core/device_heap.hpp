@@ -55,8 +55,10 @@ class DeviceHeap {
   bool short_of_addresses(const Arena& arena, Bytes bytes) const;
   // Whether trimming could give anything back.
   bool has_free_piece() const;
-  // Maps all memory, present and to come, for one more device.
+  // Maps all memory, present and to come, for one more device; nothing where it is done.
   Status add_peer(int device);
+  // The same devices as another heap. Only before anything is mapped.
+  void add_peers_of(const DeviceHeap& other) { access_ = other.access_; }
 
   const std::vector<std::unique_ptr<Arena>>& arenas() const { return arenas_; }
   // The algebra of counters.hpp and the tiling of every arena; empty when it holds.

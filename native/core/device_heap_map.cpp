@@ -1,5 +1,6 @@
 // The physical side of the device heap: growing, gathering and trimming.
 #include <algorithm>
+#include <bit>
 
 #include "core/budget.hpp"
 #include "core/check.hpp"
@@ -7,10 +8,11 @@
 
 namespace stagehand::core {
 
-// Physical memory for a request comes in about 16 pieces: small enough that a freed block of its
-// kind is whole pieces, which can move, and large enough that mapping takes few calls.
+// Physical memory for a request comes in 8 to 16 pieces: few calls, and small enough that a freed
+// block of its kind is whole pieces, which can move. Of a power of two, so that pieces of one size
+// of request fit together with those of another.
 Bytes DeviceHeap::piece_for(Bytes bytes) const {
-  return std::clamp(round_up(bytes / 16, granularity_), granularity_, kLargestPiece);
+  return std::clamp(round_up(std::bit_floor(bytes / 8), granularity_), granularity_, kLargestPiece);
 }
 
 // The hole that needs the least new memory, counting a free block that ends where it begins, with
@@ -308,6 +310,10 @@ driver::Result DeviceHeap::set_access(Address address, Bytes bytes) const {
 }
 
 Status DeviceHeap::add_peer(int device) {
+  const auto names = [device](const driver::AccessDesc& one) { return one.location.id == device; };
+  if (std::any_of(access_.begin(), access_.end(), names)) {
+    return Status::ok;
+  }
   driver::AccessDesc peer;
   peer.location.id = device;
   access_.push_back(peer);

@@ -1,6 +1,7 @@
 #include "core/plan.hpp"
 
 #include <algorithm>
+#include <tuple>
 
 namespace stagehand::core {
 
@@ -14,33 +15,37 @@ auto* step_of(auto& steps, std::uint32_t serial) {
 }  // namespace
 
 bool Plan::Trace::repeats(const Trace& other) const {
-  return depth == other.depth && high == other.high &&
+  return depth == other.depth && high == other.high && begins_like(other) &&
          std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
                     [](const auto& a, const auto& b) { return a.block_bytes == b.block_bytes; });
 }
 
-// What came after the last trace the last time, else the newest; of this budget if there is one.
-std::shared_ptr<Plan::Trace> Plan::first_guess(std::uint32_t depth) const {
+bool Plan::Trace::begins_like(const Trace& other) const {
+  const auto [less, more] = std::minmax(live_before, other.live_before);
+  return more - less <= std::min(high, other.high) / kAlike;
+}
+
+// Of this budget rather than of another; then one that began with as much live; then what came
+// after the last trace the last time; then the newest.
+std::shared_ptr<Plan::Trace> Plan::likeliest(const Trace& seen, auto may) const {
   std::uint32_t follower = 0;
   for (const auto& trace : traces_) {
     follower = trace->id == learned_ ? trace->follower : follower;
   }
-  std::shared_ptr<Trace> newest;
+  const auto rank = [&](const Trace& trace) {
+    return std::tuple(trace.high == seen.high, trace.begins_like(seen), trace.id == follower);
+  };
+  std::shared_ptr<Trace> best;
   for (const auto& trace : traces_) {
-    if (trace->depth != depth) {
-      continue;
-    }
-    if (trace->id == follower && trace->high == high_) {
-      return trace;
-    }
-    if (newest == nullptr || (newest->high != high_ && trace->high == high_)) {
-      newest = trace;
+    if (trace->depth == seen.depth && may(*trace) &&
+        (best == nullptr || rank(*trace) > rank(*best))) {
+      best = trace;
     }
   }
-  return newest;
+  return best;
 }
 
-void Plan::begin_step(Bytes high) {
+void Plan::begin_step(Bytes high, Bytes live) {
   high_ = high;
   if (now_ != nullptr && (now_->alive == 0 || !now_->seen.by_use.empty())) {
     end(now_);  // records that outlive it are on their own
@@ -50,16 +55,17 @@ void Plan::begin_step(Bytes high) {
   step.before = learned_;
   step.began = uses_;
   step.seen.high = high;
+  step.seen.live_before = live;
   step.seen.depth = static_cast<std::uint32_t>(std::count_if(
       steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
-  step.trace = first_guess(step.seen.depth);
+  step.trace = likeliest(step.seen, [](const Trace&) { return true; });
   steps_.push_back(std::move(step));
   now_ = &steps_.back();
 }
 
 Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
   if (now_ == nullptr || over(*now_)) {
-    begin_step(high_);
+    begin_step(high_, live_);
   }
   const auto index = static_cast<std::uint32_t>(now_->seen.entries.size());
   now_->seen.entries.push_back({block_bytes, record, false, false, 0, 0});
@@ -80,7 +86,7 @@ bool Plan::over(const Step& step) const {
 void Plan::follow(Step& step) {
   const std::size_t count = step.seen.entries.size();
   const auto has = [&](const Trace& trace, std::size_t begin) {
-    return trace.depth == step.seen.depth && trace.entries.size() >= count &&
+    return trace.entries.size() >= count &&
            std::equal(
                step.seen.entries.begin() + static_cast<std::ptrdiff_t>(begin),
                step.seen.entries.end(), trace.entries.begin() + static_cast<std::ptrdiff_t>(begin),
@@ -89,9 +95,7 @@ void Plan::follow(Step& step) {
   if (step.trace == nullptr || has(*step.trace, count - 1)) {
     return;
   }
-  const auto other = std::find_if(traces_.begin(), traces_.end(),
-                                  [&](const auto& trace) { return has(*trace, 0); });
-  step.trace = other != traces_.end() ? *other : nullptr;
+  step.trace = likeliest(step.seen, [&](const Trace& trace) { return has(trace, 0); });
   step.diverged = step.trace == nullptr;
 }
 
@@ -122,6 +126,7 @@ void Plan::closed(Place place) {
 }
 
 void Plan::live(Bytes bytes) {
+  live_ = bytes;
   if (now_ == nullptr) {
     return;
   }
@@ -180,8 +185,8 @@ void Plan::learn(Step& step) {
   auto trace = std::make_shared<Trace>(std::move(step.seen));
   const auto same = std::find_if(traces_.begin(), traces_.end(),
                                  [&](const auto& one) { return one->repeats(*trace); });
-  // The lesser of the last two steps: a hole that happened to cost more is not repeated, and what
-  // is needed from now on is learned.
+  // What left is to leave again, in the lesser of two such steps: a hole that happened to cost more
+  // is not repeated.
   const bool fewer = same == traces_.end() || trace->evicted_bytes() <= (*same)->evicted_bytes();
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;

@@ -35,8 +35,9 @@ class Plan {
   // greater is later. Without a trace the newest saved is expected first.
   using Use = std::uint64_t;
 
-  // A pool was entered. A step whose records nobody asked for (no backward) teaches nothing.
-  void begin_step(Bytes high);
+  // A pool was entered, with so much live. A step whose records nobody asked for (no backward)
+  // teaches nothing.
+  void begin_step(Bytes high, Bytes live);
   // A record was opened over a block of this size.
   Place saved(Bytes block_bytes, RecordId record = {});
   // A record left the GPU; backward asked for one; its last handle is gone.
@@ -71,6 +72,7 @@ class Plan {
 
  private:
   static constexpr std::size_t kTraces = 8;
+  static constexpr Bytes kAlike = 64;  // live memory is alike where it differs by 1/64 of `high`
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
@@ -88,6 +90,7 @@ class Plan {
     std::uint32_t depth = 0;     // steps that waited for their backward when it began
     std::uint32_t follower = 0;  // the trace of the step that came next
     Bytes high = 0;              // the budget it ran under
+    Bytes live_before = 0;       // when it began
     Bytes live_peak = 0;
     Bytes unavoidable = 0;  // the lesser live peak of the last two such steps
     std::vector<Entry> entries;
@@ -101,6 +104,9 @@ class Plan {
     Bytes evicted_bytes() const;
 
     bool repeats(const Trace& other) const;
+    // Whether as much was live when both began: else as much more or less has to leave, as where
+    // the first of several micro-batches has no gradients yet.
+    bool begins_like(const Trace& other) const;
     // What left under its budget leaves under this one too.
     bool predicts(Bytes other_high) const { return other_high <= high; }
   };
@@ -115,7 +121,8 @@ class Plan {
   };
 
   const Entry* expected(Place place, const Step** step) const;
-  std::shared_ptr<Trace> first_guess(std::uint32_t depth) const;
+  // The likeliest trace among those that `may`, null without any.
+  std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
   bool over(const Step& step) const;
   void follow(Step& step);
   void end(Step* step);
@@ -130,6 +137,7 @@ class Plan {
   std::uint32_t learned_ = 0;  // the trace learned last
   Use uses_ = 0;
   Bytes high_ = kUnlimited;
+  Bytes live_ = 0;  // when last told
 };
 
 }  // namespace stagehand::core

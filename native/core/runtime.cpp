@@ -11,7 +11,11 @@ namespace stagehand::core {
 
 namespace {
 constexpr std::size_t kPolled = 64;  // blocks asked at each unpack whether torch is done with them
-constexpr int kPrefetchReach = 64;   // records looked at beyond the one unpacked
+// Records that prefetch looks at beyond the one unpacked: what is wanted first may be far ahead,
+// but looking costs the host.
+constexpr int kPrefetchReach = 64;
+constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
+constexpr unsigned kFarTurn = 8;
 }  // namespace
 
 // Walk 1 ------------------------------------------------------------------------------------------
@@ -410,7 +414,8 @@ void Runtime::prefetch(Lock& lock, Record& from) {
   const Bytes room = budget_.low - std::min(budget_.low, prefetch_reserve_);
   arrivals_.clear();
   Record* record = next_wanted(from);
-  for (int reach = 0; record != nullptr && reach < kPrefetchReach; ++reach) {
+  const int reach = ++prefetch_turn_ % kFarTurn == 0 ? kFarReach : kPrefetchReach;
+  for (int i = 0; record != nullptr && i < reach; ++i) {
     Record& one = *record;
     if (one.block != nullptr) {
       retained -= one.retained() ? one.block->size : 0;
@@ -418,7 +423,8 @@ void Runtime::prefetch(Lock& lock, Record& from) {
       const Bytes bytes =
           held_ != nullptr ? one.returning_bytes() : DeviceHeap::block_bytes(one.returning_bytes());
       if (!fits_under(counters_.occupied, bytes, room) ||
-          (planned && !fits_under(fullest, bytes, ceiling())) || !prefetch_one(lock, one, bytes)) {
+          (planned && !fits_under(fullest, bytes, ceiling())) ||
+          !prefetch_one(lock, one, bytes, i >= kPrefetchReach)) {
         break;
       }
       fullest += bytes;
@@ -432,12 +438,12 @@ void Runtime::prefetch(Lock& lock, Record& from) {
 }
 
 // Takes a block for the record and queues its copy; small ones wait for others like them.
-bool Runtime::prefetch_one(Lock& lock, Record& record, Bytes bytes) {
+bool Runtime::prefetch_one(Lock& lock, Record& record, Bytes bytes, bool far) {
   if (mover_->in().full() || !intact(record)) {
     return false;
   }
   if (held_ != nullptr) {
-    return prefetch_held(lock, record, bytes);
+    return prefetch_held(lock, record, bytes, far);
   }
   const bool alone = bytes >= kSmallCopy || arrivals_.size() == kSmallTogether;
   if (alone && !flush_prefetch()) {

@@ -166,7 +166,7 @@ class Runtime {
   Saved tag(Block* block, Address data, Address first, Address last);
   void prefetch(Lock& lock, Record& from);
   Record* next_wanted(const Record& record);
-  bool prefetch_one(Lock& lock, Record& record, Bytes bytes);
+  bool prefetch_one(Lock& lock, Record& record, Bytes bytes, bool far);
   bool flush_prefetch();
   void arrive(Record& record, Block* block);
   Status bring_back(std::span<const Arrival> arrivals);
@@ -188,13 +188,16 @@ class Runtime {
   // runtime_reclaim.cpp
   Block* reclaim(Lock& lock, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
-  Candidate victim(const Record& record, Bytes size) const;
+  bool planned_to_leave(const Record& record) const;
+  Candidate candidate(const Block* block, Bytes bytes, bool idle, bool with_victims) const;
   Bytes lacking(Bytes bytes) const;
   Bytes bytes_leaving(const Window& window) const;
   Record* planned_victim(Bytes bytes);
   void look(const Arena& arena, bool with_victims);
   Block* take_idle_window(Arena& arena, Bytes bytes);
   Evicted evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
+  Evicted evict_planned(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing);
+  Evicted evict_for_pieces(Arena& arena, Record& record, bool squeeze, Bytes* missing);
   Evicted evict_window(const Window& window, bool squeeze, Bytes* missing);
   bool helped(Lock& lock, Evicted result, Bytes missing, bool* squeeze);
   Record* last_needed(bool small_first, bool of_mem_pools = true);
@@ -232,7 +235,7 @@ class Runtime {
   void poll_owners(std::size_t most);
   Block* adopt_made(const HeldStorage& held);
   Block* make_again(Lock& lock, Record& record, Status* status);
-  bool prefetch_held(Lock& lock, Record& record, Bytes bytes);
+  bool prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far);
   void make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   void evict_down(Lock& lock);
   void leave_later(Lock& lock);
@@ -273,6 +276,7 @@ class Runtime {
   bool pool_open_ = false;
   Bytes prefetch_reserve_ =
       0;  // room below `low` that prefetch leaves; learned, and forgotten slowly
+  unsigned prefetch_turn_ = 0;
   std::uint64_t serial_ = 0;       // of the last allocation
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   PinnedOptions pinned_options_;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <vector>
 
 #include "core/check.hpp"
 #include "core/runtime.hpp"
@@ -72,7 +73,8 @@ void Runtime::set_budget(const Budget& budget) {
     budget_.limit = std::min(budget.limit, process_limit_);
     budget_.armed = true;
     pool_open_ = true;
-    plan_.begin_step(budget.high);
+    const Bytes occupied = held_ != nullptr ? cache_->usage().allocated : counters_.occupied;
+    plan_.begin_step(budget.high, occupied - std::min(occupied, counters_.retained));
     prefetch_reserve_ = std::min(prefetch_reserve_, budget_.low);
     pool_serial_ = serial_;
     target = ceiling();  // what the step is known to need again stays
@@ -129,13 +131,20 @@ void Runtime::set_debug(DebugModes modes) {
 }
 
 // Waits, without the lock, until the GPU has passed all that was queued before the call, and each
-// clock has an event that tells so. False during a capture, which such a wait would break.
+// clock has an event that tells so. False during a capture, which such a wait would break. Of
+// torch's captures nobody tells: there only the streams we know are waited for, one by one, and not
+// the context, in which another may be captured.
 bool Runtime::wait_for_gpu(Lock& lock) {
   const driver::ContextGuard guard(table_, context_);
+  if (held_ == nullptr && clocks_.captures() > 0) {
+    return false;
+  }
+  std::vector<driver::Stream> streams;
   for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
     int capturing = driver::kCaptureNone;
     Tick tick;
-    if (table_.stream_is_capturing(clocks_.at(i).stream(), &capturing) != driver::kSuccess ||
+    streams.push_back(clocks_.at(i).stream());
+    if (table_.stream_is_capturing(streams.back(), &capturing) != driver::kSuccess ||
         capturing != driver::kCaptureNone || clocks_.at(i).record(&tick) != Status::ok) {
       return false;
     }
@@ -143,9 +152,13 @@ bool Runtime::wait_for_gpu(Lock& lock) {
   ++counters_.host_waits;
   lock.unlock();
   RankedMutex::expect_none_held();
-  const bool idle = table_.ctx_synchronize() == driver::kSuccess;
+  const auto idle = [&](driver::Stream stream) {
+    return table_.stream_synchronize(stream) == driver::kSuccess;
+  };
+  const bool all = held_ != nullptr ? std::all_of(streams.begin(), streams.end(), idle)
+                                    : table_.ctx_synchronize() == driver::kSuccess;
   lock.lock();
-  return idle;
+  return all;
 }
 
 Bytes Runtime::trim(Bytes target) {
@@ -177,7 +190,8 @@ void Runtime::capture(int change) {
 Status Runtime::add_peer(int device) {
   Lock lock(mutex_);
   const driver::ContextGuard guard(table_, context_);
-  return heap_.add_peer(device);
+  const Status status = heap_.add_peer(device);
+  return status != Status::ok || segments_ == nullptr ? status : segments_->add_peer(device);
 }
 
 Counters Runtime::counters() {

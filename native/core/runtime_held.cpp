@@ -312,10 +312,12 @@ CacheMap::Owner Runtime::owner_here(driver::Stream stream) const {
   return {stream, in_pool ? torch_pool_ : CacheMap::Owner{}.pool};
 }
 
-// Only into a hole that is there, or below the ceiling; torch is told not to make room for it.
-bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes) {
+// Only into a hole that is there, or below the ceiling; torch is told not to make room for it. What
+// is far ahead takes no new segment: that could not be moved out of the way of a request.
+bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far) {
   if (cache_->largest_hole(owner_here(record.stream)) < bytes &&
-      !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling())) {
+      (far ||
+       !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling()))) {
     return false;
   }
   const RecordId id = Ledger::id_of(record);
@@ -401,20 +403,11 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
     const bool departs = std::any_of(
         t_departing.begin(), t_departing.end(),
         [&](const Departed& one) { return !stretch.hole && one.address == stretch.address; });
-    Candidate candidate{Candidate::Kind::wall, stretch.bytes};
-    if (stretch.hole || departs) {
-      idle += stretch.bytes;
-      candidate.kind = Candidate::Kind::idle;
-    } else {
-      only_idle = false;
-      if (block != nullptr && block->record != nullptr && block->record->evictable()) {
-        candidate = victim(*block->record, stretch.bytes);
-      }
-    }
-    if (!stretch.of_owner) {
-      candidate.kind = Candidate::Kind::wall;
-    }
-    candidates_.push_back(candidate);
+    const bool is_idle = stretch.hole || departs;
+    candidates_.push_back(stretch.of_owner ? candidate(block, stretch.bytes, is_idle, true)
+                                           : Candidate{Candidate::Kind::wall, stretch.bytes});
+    idle += is_idle ? stretch.bytes : 0;
+    only_idle = only_idle && is_idle;
     candidate_blocks_.push_back(block);
   }
   return whole + (only_idle ? idle : 0);
@@ -571,6 +564,7 @@ Address Runtime::segment(Bytes bytes, driver::Stream stream) {
   if (segments_ == nullptr) {
     segments_ = std::make_unique<DeviceHeap>(table_, device_, device_bytes_, granularity_, clocks_,
                                              segment_counters_);
+    segments_->add_peers_of(heap_);
   }
   Arena* arena = segments_->arena_for(stream, bytes, 0);
   if (arena == nullptr) {

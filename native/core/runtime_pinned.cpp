@@ -90,12 +90,13 @@ bool Runtime::make_slabs(Lock& lock, Bytes wanted) {
   }
   ++counters_.host_waits;
   growth_due_.notify_one();
-  // Whatever is under way is waited for, and nothing is made beside it; unless the thread is told
-  // to stop meanwhile.
+  // Whatever is under way is waited for, and nothing is made beside it. Told to stop meanwhile, the
+  // thread ends what it has begun, and asks for no more.
   const Bytes before = pinned_.made(wanted);
   do {
     growth_done_.wait(lock);
-  } while (pinned_.made(wanted) == before && pinned_options_.ahead && pinned_.ask(wanted));
+  } while (pinned_.made(wanted) == before &&
+           (pinned_options_.ahead ? pinned_.ask(wanted) : pinned_.growing()));
   if (pinned_.made(wanted) != before) {
     return true;
   }

@@ -10,8 +10,9 @@ namespace stagehand::core {
 
 namespace {
 constexpr Bytes kSmallVictims = 16_MiB;  // leave together
-// Moving memory costs the host about as long as the link takes for this, 4 ms on an H200.
-constexpr Bytes kWorthMoving = 512_MiB;
+// Moving memory costs the host about as long as the link takes for this: 7 ms on an H200, where
+// creating, mapping, opening and unmapping a piece are 50 us together.
+constexpr Bytes kWorthMoving = 384_MiB;
 constexpr Bytes kFreeAhead = 16_MiB;  // what a plan keeps free for the next requests
 }  // namespace
 
@@ -93,10 +94,32 @@ Block* Runtime::room_without_evicting(Arena& arena, Bytes bytes) {
   return nullptr;
 }
 
-// The record's block as choose_window sees it. What leaves in any case may leave in any order.
-Candidate Runtime::victim(const Record& record, Bytes size) const {
-  return {Candidate::Kind::victim, size,
-          plan_.leaves(record.place) ? 0 : ~plan_.next_use(record.place, record.order)};
+// Leaves in any case, and has not yet: in which order does not matter.
+bool Runtime::planned_to_leave(const Record& record) const {
+  return record.restores == 0 && !record.asked && plan_.leaves(record.place);
+}
+
+// A block, with what it is to a request, as choose_window sees it.
+Candidate Runtime::candidate(const Block* block, Bytes bytes, bool idle, bool with_victims) const {
+  Candidate found{Candidate::Kind::wall, bytes};
+  if (idle) {
+    found.kind = Candidate::Kind::idle;
+  } else if (with_victims && block != nullptr && block->record != nullptr &&
+             block->record->evictable()) {
+    const Record& record = *block->record;
+    found.kind = Candidate::Kind::victim;
+    found.age = planned_to_leave(record) ? 0 : ~plan_.next_use(record.place, record.order);
+    found.copy = record.clean() ? 0 : kNever;  // its copy would come behind all others
+  }
+  if (block != nullptr && found.copy == 0) {
+    for (const Tick& tick : block->fence) {
+      if (tick.clock == mover_->out().clock().index() &&
+          block->arena->clock.waited(tick.clock) < tick.seq) {
+        found.copy = tick.seq;
+      }
+    }
+  }
+  return found;
 }
 
 // The arena as choose_window sees it, in `candidates_`; the blocks beside it.
@@ -104,19 +127,8 @@ void Runtime::look(const Arena& arena, bool with_victims) {
   candidates_.clear();
   candidate_blocks_.clear();
   for (Block* b = arena.first; b != nullptr; b = b->next) {
-    Candidate candidate{Candidate::Kind::wall, b->size};
-    if (b->state == BlockState::free || b->state == BlockState::evicting) {
-      candidate.kind = Candidate::Kind::idle;
-    } else if (with_victims && b->record != nullptr && b->record->evictable()) {
-      candidate = victim(*b->record, b->size);
-    }
-    for (const Tick& tick : b->fence) {
-      if (tick.clock == mover_->out().clock().index() &&
-          arena.clock.waited(tick.clock) < tick.seq) {
-        candidate.copy = tick.seq;
-      }
-    }
-    candidates_.push_back(candidate);
+    const bool idle = b->state == BlockState::free || b->state == BlockState::evicting;
+    candidates_.push_back(candidate(b, b->size, idle, with_victims));
     candidate_blocks_.push_back(b);
   }
 }
@@ -137,21 +149,44 @@ Block* Runtime::take_idle_window(Arena& arena, Bytes bytes) {
 Runtime::Evicted Runtime::evict_for(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing) {
   look(arena, true);
   const Window window = choose_window(candidates_, bytes);
-  Record* moved = nullptr;
   if (!window.found || bytes_leaving(window) > lacking(bytes) + kWorthMoving) {
-    moved = planned_victim(lacking(bytes));
+    if (const Evicted moved = evict_planned(arena, bytes, squeeze, missing);
+        moved != Evicted::none) {
+      return moved;
+    }
   }
-  if (moved == nullptr && window.found) {
+  if (window.found) {
     return evict_window(window, squeeze, missing);
   }
-  moved = moved != nullptr ? moved : last_needed(arena.key.small);
-  if (moved == nullptr) {
-    return Evicted::none;
-  }
-  const Evicted result = evict(*moved, squeeze, missing);
-  if (result == Evicted::yes && moved->clean()) {
-    // The request will wait for the copy in any case; now the block can join its neighbours.
-    clocks_.order_after(arena.clock, moved->copy.written);
+  Record* last = last_needed(arena.key.small);
+  return last != nullptr ? evict_for_pieces(arena, *last, squeeze, missing) : Evicted::none;
+}
+
+// Planned victims until the request lacks nothing but a hole; at least one.
+Runtime::Evicted Runtime::evict_planned(Arena& arena, Bytes bytes, bool squeeze, Bytes* missing) {
+  Evicted result = Evicted::none;
+  do {
+    Record* victim = planned_victim(lacking(bytes));
+    if (victim == nullptr) {
+      break;
+    }
+    const Evicted one = evict_for_pieces(arena, *victim, squeeze, missing);
+    if (one != Evicted::yes) {
+      return result == Evicted::yes ? result : one;
+    }
+    result = one;
+  } while (lacking(bytes) > 0);
+  return result;
+}
+
+// Evicts a record of any arena for the pieces under it. One of the request's own is settled at
+// once: then its block can join its neighbours, and pieces that reach into both can move too.
+Runtime::Evicted Runtime::evict_for_pieces(Arena& arena, Record& record, bool squeeze,
+                                           Bytes* missing) {
+  const bool here = record.block->arena == &arena;
+  const Evicted result = evict(record, squeeze, missing);
+  if (result == Evicted::yes && here) {
+    clocks_.order_after(arena.clock, record.copy.written);  // or later: the fence stays
   }
   return result;
 }
@@ -174,16 +209,20 @@ Bytes Runtime::bytes_leaving(const Window& window) const {
   return bytes;
 }
 
-// The smallest planned victim that frees `bytes`, the largest where none does; null without any.
+// The smallest planned victim that frees `bytes`, the largest where none does; those whose copy
+// is queued already before others. Null without any.
 Record* Runtime::planned_victim(Bytes bytes) {
   Record* best = nullptr;
-  for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
-    if (!r->evictable() || r->block->arena->key.small || !plan_.leaves(r->place)) {
-      continue;
+  const auto better = [&](const Record& one) {
+    if (best == nullptr || one.clean() != best->clean()) {
+      return best == nullptr || one.clean();
     }
-    const Bytes size = r->block->size;
-    const Bytes best_size = best != nullptr ? best->block->size : 0;
-    if (best_size < bytes ? size > best_size : size >= bytes && size < best_size) {
+    const Bytes size = one.block->size;
+    const Bytes least = best->block->size;
+    return least < bytes ? size > least : size >= bytes && size < least;
+  };
+  for (Record* r = ledger_.oldest(); r != nullptr; r = r->newer) {
+    if (r->evictable() && !r->block->arena->key.small && planned_to_leave(*r) && better(*r)) {
       best = r;
     }
   }

@@ -89,6 +89,7 @@ class ClockBank {
 
   StreamClock& of(driver::Stream stream);
   void capture(int change) { captures_ += change; }
+  int captures() const { return captures_; }
   StreamClock& at(std::uint32_t index) { return clocks_[index]; }
   std::uint32_t size() const { return static_cast<std::uint32_t>(clocks_.size()); }
   // Work queued on `waiter` from now on runs after `tick`. Nothing to do on the tick's own stream

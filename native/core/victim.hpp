@@ -30,10 +30,10 @@ struct Window {
 };
 
 // The run of neighbours that makes a hole of `bytes` at the least cost: a run without victims if
-// there is one, else the one whose soonest-needed victim is needed latest; then the one whose last
-// copy out was queued first; then fewer victim bytes. Oldest first with free neighbours counted
-// (Coop, and IBM's LMS, reclaim contiguous runs for the same reason: freed bytes that do not join
-// are unusable).
+// there is one, else the one whose soonest-needed victim is needed latest; then the one with fewer
+// victim bytes; then the one whose last copy out was queued first. Oldest first with free
+// neighbours counted (Coop, and IBM's LMS, reclaim contiguous runs for the same reason: freed bytes
+// that do not join are unusable).
 Window choose_window(std::span<const Candidate> blocks, Bytes bytes);
 
 }  // namespace stagehand::core

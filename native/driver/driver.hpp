@@ -47,6 +47,7 @@ using PhysicalHandle = std::uint64_t;
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kDeinitialized = 4;
+inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kNotReady = 600;
 
 inline constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
@@ -97,6 +98,7 @@ static_assert(sizeof(CopyAttributes) == 24);
   X(ctx_pop_current,       cuCtxPopCurrent,       (Context* context))                              \
   X(ctx_synchronize,       cuCtxSynchronize,      ())  /* C, W */                                  \
   X(primary_ctx_retain,    cuDevicePrimaryCtxRetain, (Context* context, Device device))            \
+  X(primary_ctx_state,     cuDevicePrimaryCtxGetState, (Device device, unsigned* flags, int* active)) \
   X(can_access_peer,       cuDeviceCanAccessPeer, (int* can, Device device, Device peer))          \
   X(mem_get_info,          cuMemGetInfo,          (std::size_t* free_bytes, std::size_t* total_bytes)) /* C */ \
   X(allocation_granularity, cuMemGetAllocationGranularity, (std::size_t* bytes, const AllocationProp* prop, int option)) \

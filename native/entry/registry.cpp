@@ -53,28 +53,38 @@ core::Runtime* Registry::open(int device, std::string* error) {
         configure_pinned(*runtime, device, pinned_);
       }
       runtimes_[device].store(runtime, std::memory_order_release);
-      connect_peers(device);
+      connect(device);
     }
   }
   return runtime;
 }
 
-// Memory mapped by hand is out of reach of other devices until they are named: do so for each pair
-// this process uses, as cudaDeviceEnablePeerAccess would for memory of cudaMalloc.
-void Registry::connect_peers(int device) {
+bool Registry::connect_peers(int device) {
+  core::Lock lock(mutex_);
+  return connect(device);
+}
+
+bool Registry::connect(int device) {
+  bool all = true;
   for (int other = 0; other < kMaxDevices; ++other) {
-    core::Runtime* peer = other != device ? find(other) : nullptr;
-    int can = 0;
-    if (peer == nullptr) {
-      continue;
+    unsigned flags = 0;
+    int active = 0;
+    const driver::Result result = table_.primary_ctx_state(other, &flags, &active);
+    if (result == driver::kInvalidDevice) {
+      break;  // that was the last one
     }
-    if (table_.can_access_peer(&can, other, device) == driver::kSuccess && can != 0) {
-      find(device)->add_peer(other);
-    }
-    if (table_.can_access_peer(&can, device, other) == driver::kSuccess && can != 0) {
-      peer->add_peer(device);
+    if (result == driver::kSuccess && other != device && active != 0) {
+      all &= let_reach(other, device) && let_reach(device, other);
     }
   }
+  return all;
+}
+
+bool Registry::let_reach(int from, int device) {
+  int can = 0;
+  core::Runtime* runtime = find(device);
+  return runtime == nullptr || table_.can_access_peer(&can, from, device) != driver::kSuccess ||
+         can == 0 || runtime->add_peer(from) == core::Status::ok;
 }
 
 bool Registry::configure_pinned(core::Runtime& runtime, int device,

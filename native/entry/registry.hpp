@@ -64,6 +64,12 @@ class Registry {
   // Whether a capture may be under way. torch's own allocator does not tell of captures.
   bool capturing() const { return open_graphs_.load(std::memory_order_relaxed) > 0; }
 
+  // Memory mapped by hand is out of reach of other devices until they are named: does so for each
+  // pair of `device` and one that this process uses, as cudaDeviceEnablePeerAccess would for memory
+  // of cudaMalloc. Devices do so when they open; once more where others may be used by torch alone.
+  // False: the driver refused what is mapped already.
+  bool connect_peers(int device);
+
   // Where torch's own caching allocator cuts the blocks: how it is reached, set once, and what its
   // cache holds, by device. Null: the process allocator only.
   const core::TorchSide* torch_side() const { return torch_side_.load(std::memory_order_acquire); }
@@ -80,7 +86,8 @@ class Registry {
     StreamFilter filter;
   };
   Graph* find_graph(int device, GraphPoolId id);
-  void connect_peers(int device);
+  bool connect(int device);
+  bool let_reach(int from, int device);
   static bool configure_pinned(core::Runtime& runtime, int device, const PinnedSettings& settings);
   void count_capture(int device, int change);
 

@@ -17,7 +17,6 @@
   X(cuDeviceTotalMem,         (std::size_t* bytes, Device device))                                 \
   X(cuDeviceGetAttribute,     (int* value, int attribute, Device device))                          \
   X(cuDevicePrimaryCtxRelease, (Device device))                                                    \
-  X(cuDevicePrimaryCtxGetState, (Device device, unsigned* flags, int* active))                     \
   X(cuCtxSetCurrent,          (Context context))                                                   \
   X(cuCtxGetDevice,           (Device* device))                                                    \
   X(cuCtxGetStreamPriorityRange, (int* least, int* greatest))                                      \

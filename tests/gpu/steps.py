@@ -101,3 +101,96 @@ def in_threads(*jobs: Callable[[], None]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+def captured(
+    x: Tensor, model: nn.Module, unsafe_calls: str = "global"
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the model's forward on ``x``, and where each replay puts the result.
+
+    ``unsafe_calls``: whose end the capture, as torch.cuda.graph's capture_error_mode has it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=unsafe_calls):
+        y = model(x)
+    return graph, y
+
+
+def warmed_up(x: Tensor, model: nn.Module) -> Tensor:
+    """The model's result; what may not start inside a capture, such as cuBLAS, has started."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.no_grad():
+        result: Tensor = model(x)
+    return result
+
+
+def assert_replays(graph: torch.cuda.CUDAGraph, x: Tensor, y: Tensor, model: nn.Module) -> None:
+    """A replay on new input has the model's result, and writes into nobody's memory."""
+    others = [torch.full((256, 256), float(n), device="cuda") for n in range(64)]
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, model(x))
+    for n, other in enumerate(others):
+        assert bool((other == n).all()), "a replay wrote into memory that was handed out"
+
+
+class Captures:
+    """Another thread, which captures graphs and replays them, one after the other, inside a `with`.
+
+    Made before the budgets are: what it needs of its own (a cuBLAS handle has its workspace) is
+    there then.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._model, self._x = mlp(256, 4), rows(256, 256)
+        self._events = {name: threading.Event() for name in ("warm", "go", "first", "done")}
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        torch.cuda.synchronize()
+        self._thread.start()
+        self._wait("warm")
+
+    def _wait(self, event: str) -> None:
+        assert self._events[event].wait(timeout=120), "the thread that captures hangs"
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                self._capture()
+                torch.cuda.synchronize()
+                self._events["warm"].set()
+                self._events["go"].wait(timeout=120)
+                while not self._events["done"].is_set():
+                    self._capture()
+                    self.count += 1
+                    self._events["first"].set()
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            for event in self._events.values():
+                event.set()
+
+    def _capture(self) -> None:
+        warmed_up(self._x, self._model)
+        graph, y = captured(self._x, self._model, "thread_local")
+        assert_replays(graph, self._x, y, self._model)
+
+    def __enter__(self) -> Captures:
+        self._events["go"].set()
+        self._wait("first")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._events["done"].set()
+        self._thread.join(timeout=120)
+        assert not self._thread.is_alive(), "the thread that captures hangs"
+        if self._errors:
+            raise self._errors[0]

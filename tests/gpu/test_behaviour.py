@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import MIB, in_threads, mlp, one_step
+from steps import MIB, Captures, in_threads, mlp, one_step, rows
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -195,6 +195,25 @@ def test_threads_beside_a_budgeted_training(books: None) -> None:
 
 
 # --- Processes
+
+
+def test_steps_are_right_while_another_thread_captures_graphs(books: None) -> None:
+    captures = Captures()
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget(150 * MIB)
+
+    def train() -> None:
+        evicted = pool.stats().evicted_bytes
+        for _ in range(10):
+            assert one_step(model, x, pool) == expected
+        assert pool.stats().evicted_bytes > evicted
+
+    with captures:
+        before = captures.count
+        train()
+        assert captures.count > before
+    train()
 
 
 def test_a_forked_child_ends_cleanly(books: None) -> None:

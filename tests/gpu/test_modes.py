@@ -18,8 +18,11 @@ from steps import (
     ON_TORCH,
     ROOM,
     TIGHT_ROOM,
+    Captures,
     LossOf,
+    assert_replays,
     budget_on_torch,
+    captured,
     digest,
     in_threads,
     mean_square,
@@ -27,6 +30,7 @@ from steps import (
     one_step,
     rows,
     settled,
+    warmed_up,
 )
 from torch import Tensor, nn
 
@@ -181,37 +185,6 @@ def test_a_tensor_can_be_shared_with_other_processes(torch_books: None) -> None:
 
 
 # --- CUDA graphs
-
-
-def captured(x: Tensor, model: nn.Module) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of the model's forward on ``x``, and where each replay puts the result."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = model(x)
-    return graph, y
-
-
-def warmed_up(x: Tensor, model: nn.Module) -> Tensor:
-    """The model's result; what may not start inside a capture, such as cuBLAS, has started."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), torch.no_grad():
-        model(x)
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.no_grad():
-        result: Tensor = model(x)
-    return result
-
-
-def assert_replays(graph: torch.cuda.CUDAGraph, x: Tensor, y: Tensor, model: nn.Module) -> None:
-    """A replay on new input has the model's result, and writes into nobody's memory."""
-    others = [torch.full((256, 256), float(n), device="cuda") for n in range(64)]
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        assert torch.equal(y, model(x))
-    for n, other in enumerate(others):
-        assert bool((other == n).all()), "a replay wrote into memory that was handed out"
 
 
 @on_torch
@@ -576,9 +549,10 @@ def trainer(mode: str, steps: int) -> Callable[[], None]:
     pool = budget_on_torch(mode, TIGHT_ROOM)
 
     def train() -> None:
+        before = pool.stats().evicted_bytes
         for _ in range(steps):
             assert one_step(model, x, pool) == expected
-        assert pool.stats().evicted_bytes > 0
+        assert pool.stats().evicted_bytes > before
 
     return train
 
@@ -623,6 +597,19 @@ def test_threads_that_allocate_beside_a_training_finish(mode: str, torch_books: 
         return run
 
     in_threads(trainer(mode, 10), computer(1), computer(2), computer(3))
+
+
+@on_torch
+def test_steps_are_right_while_another_thread_captures_graphs(mode: str, torch_books: None) -> None:
+    """And the graphs replay right; where pools come and go too, whose segments we keep."""
+    captures = Captures()
+    trainer(mode, 1)()  # its MemPool is gone
+    train = trainer(mode, 10)
+    with captures:
+        before = captures.count
+        train()
+        assert captures.count > before
+    train()
 
 
 # --- The trigger library

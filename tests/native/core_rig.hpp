@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,6 +97,25 @@ inline driver::Table hooked_table() {
     return real.host_register(host, bytes, flags);
   };
   return table;
+}
+
+// Bytes of device memory opened for a device, by its number; counted by a Machine's patch.
+inline std::map<int, Bytes>& opened_bytes() {
+  static std::map<int, Bytes> bytes;
+  return bytes;
+}
+
+inline void count_opened(driver::Table& table) {
+  static decltype(table.mem_set_access) real;
+  real = table.mem_set_access;
+  opened_bytes().clear();
+  table.mem_set_access = [](driver::DevicePtr address, std::size_t bytes,
+                            const driver::AccessDesc* access, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      opened_bytes()[access[i].location.id] += bytes;
+    }
+    return real(address, bytes, access, count);
+  };
 }
 
 class CoreRig {

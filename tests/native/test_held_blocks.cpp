@@ -358,6 +358,31 @@ TEST("a prefetch never grows torch above high, also where another pool has room"
   }
 }
 
+TEST("what is needed far ahead comes back early into a hole, and into no new segment") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(200_MiB, 190_MiB);
+  const SavedTensor first = rig.retain(12_MiB, s);
+  rig.evict_all(s);
+  CHECK(!rig.resident(first));
+  const HeldTensor in_its_place = rig.make(12_MiB, s);
+  std::vector<SavedTensor> later = rig.retain_many(100, 64_KiB, s);
+  const auto back = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      rig.back(later.back(), s);
+      later.pop_back();
+    }
+  };
+  back(16);
+  CHECK(!rig.resident(first));
+  rig.drop(in_its_place);
+  back(16);
+  CHECK(rig.resident(first));
+  rig.back_all(later, s);
+  rig.back(first, s);
+  rig.verify_empty();
+}
+
 TEST("without the trigger room is made at the next save: above high with a wait, below without") {
   HeldRig rig(kHeldMachine, false);
   const driver::Stream s = rig.stream();
@@ -504,6 +529,28 @@ TEST("a MemPool's segments are reused by the next, and refused above limit") {
   }
   rig.torch.destroy_pool({8, 0});
   rig.verify();
+}
+
+TEST("another device may reach a MemPool's segments made before and after it was named") {
+  Machine machine = kHeldMachine;
+  machine.devices = 2;
+  machine.patch = count_opened;
+  HeldRig rig(machine);
+  const auto stream = rig.stream();
+  const Address before = rig.runtime->segment(kHeldSegment, stream);
+  CHECK_EQ(opened_bytes()[1], 0);
+  CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+  CHECK_EQ(opened_bytes()[1], kHeldSegment);
+  const Address after = rig.runtime->segment(kHeldSegment, stream);
+  CHECK_EQ(opened_bytes()[1], 2 * kHeldSegment);
+  rig.runtime->free_segment(before);
+  rig.runtime->free_segment(after);
+
+  HeldRig named_first(machine);
+  CHECK_EQ(named_first.runtime->add_peer(1), Status::ok);
+  const Address segment = named_first.runtime->segment(kHeldSegment, named_first.stream());
+  CHECK_EQ(opened_bytes()[1], kHeldSegment);
+  named_first.runtime->free_segment(segment);
 }
 
 TEST("what a MemPool gave back does not count twice, nor is it held against the next request") {

@@ -205,6 +205,27 @@ TEST("who waits for the thread makes pinned memory itself when the thread is tol
   ahead.rig.verify_empty();
 }
 
+TEST("told to stop, the thread ends what it has begun, and who waits for that gets it") {
+  registering().held = true;
+  Rig ahead({.classes = {{4_MiB}, {0}}, .host_limit = 16_MiB});
+  const driver::Stream s = ahead.rig.stream();
+  ahead.rig.budget(8_MiB, 8_MiB, 8_MiB);
+  const Held held = ahead.rig.retain(4_MiB, s);
+  std::thread other([&] { ahead.rig.drop(ahead.rig.make(8_MiB, s)); });
+  while (registering().now == 0) {
+    std::this_thread::yield();
+  }
+  ahead.rig.runtime->configure_pinned({{4_MiB}, {0}}, 16_MiB, {false, -1});
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // in which `other` could give up
+  registering().held = false;
+  registering().held.notify_all();
+  other.join();
+  CHECK(!ahead.rig.resident(held));
+  CHECK_EQ(ahead.rig.counters().pageable_copies, 0);
+  ahead.rig.back(held, s);
+  ahead.rig.verify_empty();
+}
+
 TEST("a forked child waits for no thread of its parent") {
   Rig ahead({.classes = {{1_MiB}, {1}}, .host_limit = 2_MiB});
   CHECK(ahead.pinned(1_MiB));

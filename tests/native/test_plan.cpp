@@ -9,8 +9,8 @@ constexpr Bytes kHigh = 64_MiB;
 
 // A step's forward: records of these sizes are saved, those named leave.
 std::vector<Plan::Place> forward(Plan& plan, const std::vector<Bytes>& sizes,
-                                 const std::vector<std::size_t>& leave = {}) {
-  plan.begin_step(kHigh);
+                                 const std::vector<std::size_t>& leave = {}, Bytes live = 0) {
+  plan.begin_step(kHigh, live);
   std::vector<Plan::Place> places;
   for (const Bytes size : sizes) {
     places.push_back(plan.saved(size, {static_cast<std::uint32_t>(places.size()), 1}));
@@ -33,8 +33,9 @@ void backward(Plan& plan, const std::vector<Plan::Place>& places,
   }
 }
 
-void step(Plan& plan, const std::vector<Bytes>& sizes, const std::vector<std::size_t>& leave) {
-  backward(plan, forward(plan, sizes, leave));
+void step(Plan& plan, const std::vector<Bytes>& sizes, const std::vector<std::size_t>& leave,
+          Bytes live = 0) {
+  backward(plan, forward(plan, sizes, leave, live));
 }
 
 TEST("the first step expects nothing") {
@@ -69,10 +70,28 @@ TEST("what left once more than the step before needed is not expected to leave a
   CHECK(plan.leaves(fourth[1]));
 }
 
+TEST(
+    "micro-batches that begin with less live memory, before there are gradients, are their own "
+    "kind") {
+  Plan plan;
+  const std::vector<Bytes> sizes{4_MiB, 8_MiB, 4_MiB};
+  for (int i = 0; i < 2; ++i) {
+    step(plan, sizes, {0}, 8_MiB);
+    step(plan, sizes, {0, 1}, 16_MiB);
+    step(plan, sizes, {0, 1}, 16_MiB + kHigh / 64);
+  }
+  const auto first = forward(plan, sizes, {0}, 8_MiB);
+  CHECK(plan.leaves(first[0]));
+  CHECK(!plan.leaves(first[1]));
+  backward(plan, first);
+  const auto second = forward(plan, sizes, {0, 1}, 16_MiB);
+  CHECK(plan.leaves(second[1]));
+}
+
 TEST("from the first size that no step had, a step expects nothing") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB, 4_MiB}, {0, 1, 2});
-  plan.begin_step(kHigh);
+  plan.begin_step(kHigh, 0);
   const Plan::Place same = plan.saved(4_MiB);
   CHECK(plan.leaves(same));
   const Plan::Place other = plan.saved(16_MiB);
@@ -86,7 +105,7 @@ TEST("from the first size that no step had, a step expects nothing") {
 TEST("more records than the last step had is a difference too") {
   Plan plan;
   step(plan, {4_MiB}, {0});
-  plan.begin_step(kHigh);
+  plan.begin_step(kHigh, 0);
   plan.saved(4_MiB);
   plan.saved(4_MiB);
   CHECK(!plan.follows());
@@ -109,7 +128,7 @@ TEST("steps of two shapes in turn follow a trace each, from their first record o
     step(plan, {4_MiB, 8_MiB}, {0});
     step(plan, {4_MiB, 2_MiB, 2_MiB}, {1});
   }
-  plan.begin_step(kHigh);
+  plan.begin_step(kHigh, 0);
   const Plan::Place first = plan.saved(4_MiB);
   CHECK(plan.leaves(first));  // of the first shape, which came after the second before
   plan.saved(8_MiB);
@@ -175,19 +194,19 @@ TEST("the order of use is the one backward had, and what it never asked for come
 TEST("what left inside a budget is not expected to leave inside a larger one") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB}, {0});
-  plan.begin_step(2 * kHigh);
+  plan.begin_step(2 * kHigh, 0);
   const Plan::Place place = plan.saved(4_MiB);
   CHECK(!plan.leaves(place));
   CHECK(plan.follows());  // the order of use is as it was
   plan.closed(place);
-  plan.begin_step(kHigh / 2);
+  plan.begin_step(kHigh / 2, 0);
   CHECK(plan.leaves(plan.saved(4_MiB)));
 }
 
 TEST("steps of two budgets in turn keep a trace each") {
   Plan plan;
   const auto turn = [&](Bytes high, std::size_t leaves) {
-    plan.begin_step(high);
+    plan.begin_step(high, 0);
     const std::vector<Plan::Place> places{plan.saved(4_MiB), plan.saved(4_MiB)};
     const bool expected = plan.leaves(places[leaves]);
     plan.evicted(places[leaves]);
@@ -229,7 +248,7 @@ TEST("the plan knows how much the step needs for itself between two uses") {
 
 TEST("one pool around many steps: a step ends when backward has used up what was saved") {
   Plan plan;
-  plan.begin_step(kHigh);
+  plan.begin_step(kHigh, 0);
   for (int i = 0; i < 2; ++i) {
     std::vector<Plan::Place> places{plan.saved(4_MiB), plan.saved(8_MiB)};
     plan.evicted(places[0]);

@@ -140,12 +140,17 @@ TEST("a stream under capture gets no event and no wait, and its copies go withou
   }
 }
 
-TEST("another device may reach memory mapped before and after it was named") {
-  CoreRig rig({.devices = 2});
+TEST("another device may reach memory mapped before and after it was named, which is done once") {
+  CoreRig rig({.devices = 2, .patch = count_opened});
   const auto stream = rig.stream();
   const Tensor before = rig.make(4_MiB, stream);
+  CHECK_EQ(opened_bytes()[1], 0);
   CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+  CHECK_EQ(opened_bytes()[1], rig.counters().mapped);
+  CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+  CHECK_EQ(opened_bytes()[1], rig.counters().mapped);
   const Tensor after = rig.make(4_MiB, stream);
+  CHECK_EQ(opened_bytes()[1], rig.counters().mapped);
   rig.check(before, stream);
   rig.check(after, stream);
   rig.drop(before);

@@ -78,7 +78,7 @@ Machine machine() {
   Machine with;
   with.memory = 64_GiB;
   with.classes = {{1_MiB, 4_MiB, 16_MiB, 64_MiB, 256_MiB}, {512, 2, 2, 2, 2}};
-  with.host_limit = 4_GiB;
+  with.host_limit = 6_GiB;
   with.patch = [](driver::Table& table) {
     table.memcpy_dtoh_async = [](void*, driver::DevicePtr, std::size_t bytes, driver::Stream to) {
       return charge_copy(bytes, to);
@@ -153,10 +153,9 @@ class Replay {
     const Counters after = rig_.counters();
     Step done;
     done.gained.evicted_bytes = after.evicted_bytes - before.evicted_bytes;
-    done.gained.restored_bytes = after.restored_bytes - before.restored_bytes;
     done.gained.overshoot_bytes = after.overshoot_bytes - before.overshoot_bytes;
+    done.gained.pageable_copies = after.pageable_copies - before.pageable_copies;
     done.gained.prefetch_lates = after.prefetch_lates - before.prefetch_lates;
-    done.gained.host_waits = after.host_waits - before.host_waits;
     done.mapped_peak = after.mapped_peak;
     done.ns = stagehand_sim_clock_ns() - began;
     return done;
@@ -221,31 +220,63 @@ class Replay {
   std::map<std::uint64_t, Block*> aliases_;
 };
 
-// The last requests before the peak are eight times as large as most of what was saved, and find
-// holes among what leaves in any case.
-void expect_least(double share) {
-  Replay replay("gpt_8k.txt");
-  const Bytes high = replay.set_share(share);
-  const Bytes need = replay.peak() - high;
-  for (int i = 0; i < 6; ++i) {
-    const Step step = replay.step();
-    CHECK(step.mapped_peak <= high);
-    CHECK_EQ(step.gained.overshoot_bytes, 0);
-    if (i < 3) {
-      continue;  // the plan settles
+// What settled steps may do at most, in the median: where memory has moved the next step finds
+// another layout, and steps differ.
+struct Bar {
+  double share;             // of the activations
+  double evicted_percent;   // of what must leave
+  double ns_percent;        // of a step without a budget
+  std::uint64_t lates = 0;  // in any step
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+void expect_at_most(const std::string& trace, const std::vector<Bar>& bars) {
+  Replay replay(trace);
+  for (const Bar& bar : bars) {
+    const Bytes high = replay.set_share(bar.share);
+    const Bytes need = replay.peak() - high;
+    std::vector<double> evicted;
+    std::vector<double> ns;
+    for (int i = 0; i < 8; ++i) {
+      const Step step = replay.step();
+      CHECK(step.mapped_peak <= high);
+      CHECK_EQ(step.gained.overshoot_bytes, 0);
+      CHECK_EQ(step.gained.pageable_copies, 0);
+      if (i < 3) {
+        continue;  // the plan settles
+      }
+      CHECK(step.gained.evicted_bytes >= need);
+      CHECK(step.gained.prefetch_lates <= bar.lates);
+      evicted.push_back(100.0 * static_cast<double>(step.gained.evicted_bytes) /
+                        static_cast<double>(need));
+      ns.push_back(100.0 * static_cast<double>(step.ns) /
+                   static_cast<double>(replay.unbudgeted_ns()));
     }
-    CHECK(step.gained.evicted_bytes >= need);
-    CHECK(step.gained.evicted_bytes * 100 <= need * 103);
-    CHECK_EQ(step.gained.restored_bytes, step.gained.evicted_bytes);
-    CHECK_EQ(step.gained.prefetch_lates, 0);
-    CHECK_EQ(step.gained.host_waits, 0);
-    CHECK(step.ns * 100 <= replay.unbudgeted_ns() * 101);
+    CHECK(median(evicted) <= bar.evicted_percent);
+    CHECK(median(ns) <= bar.ns_percent);
   }
   replay.verify();
 }
 
-TEST("GPT at 8192 tokens, 81 % of its activations: hardly more leaves than must, and it is free") {
-  expect_least(0.81);
+// The last requests before the peak are eight times as large as most of what was saved, and find
+// holes among what leaves in any case.
+TEST("GPT at 8192 tokens: hardly more leaves than must, and it is free") {
+  expect_at_most("gpt_8k.txt", {{0.85, 103, 101}, {0.81, 103, 101}, {0.75, 103, 101}});
+}
+
+// Here they are up to 64 times as large, and no hole is near: pieces move, of requests of 2 MiB to
+// 1 GiB. At 75 % what leaves is more than the link carries during forward.
+TEST("Llama: a logits tensor does not push out what stands in its way") {
+  expect_at_most("llama.txt", {{0.9, 110, 108}, {0.85, 115, 111}, {0.75, 110, 139, 20}});
+}
+
+// What left is needed last, hundreds of records after backward begins.
+TEST("ViT: what is far ahead comes back while the link is idle") {
+  expect_at_most("vit.txt", {{0.9, 115, 103}, {0.88, 110, 106}, {0.85, 110, 116}});
 }
 
 }  // namespace
