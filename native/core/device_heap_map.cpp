@@ -91,6 +91,9 @@ void DeviceHeap::add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence&
 }
 
 Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling) {
+  if (!fits_under(counters_.mapped, granularity_, ceiling)) {
+    return Status::out_of_memory;  // the least there is; looking for the place costs more
+  }
   const Place place = place_for(arena, bytes, 0);
   if (place.hole == nullptr || !fits_under(counters_.mapped, place.missing, ceiling)) {
     return Status::out_of_memory;

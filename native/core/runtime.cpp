@@ -407,6 +407,11 @@ void Runtime::prefetch(Lock& lock, Record& from) {
   if (!budget_.armed || counters_.evicted == 0) {
     return;
   }
+  const bool far = ++prefetch_turn_ % kFarTurn == 0;
+  resident_ahead_ -= std::min(resident_ahead_, 1);
+  if (!far && resident_ahead_ >= kPrefetchReach) {
+    return;
+  }
   const Bytes from_live = plan_.live_after(from.place);
   const bool planned = from_live > 0;
   Bytes retained = counters_.retained;  // from here on: when the record looked at is asked for
@@ -414,11 +419,13 @@ void Runtime::prefetch(Lock& lock, Record& from) {
   const Bytes room = budget_.low - std::min(budget_.low, prefetch_reserve_);
   arrivals_.clear();
   Record* record = next_wanted(from);
-  const int reach = ++prefetch_turn_ % kFarTurn == 0 ? kFarReach : kPrefetchReach;
+  const int reach = far ? kFarReach : kPrefetchReach;
+  resident_ahead_ = 0;
   for (int i = 0; record != nullptr && i < reach; ++i) {
     Record& one = *record;
     if (one.block != nullptr) {
       retained -= one.retained() ? one.block->size : 0;
+      resident_ahead_ += resident_ahead_ == i ? 1 : 0;
     } else if (!one.copying && !one.copy.slabs.front()->pageable) {
       const Bytes bytes =
           held_ != nullptr ? one.returning_bytes() : DeviceHeap::block_bytes(one.returning_bytes());

@@ -277,6 +277,7 @@ class Runtime {
   Bytes prefetch_reserve_ =
       0;  // room below `low` that prefetch leaves; learned, and forgotten slowly
   unsigned prefetch_turn_ = 0;
+  int resident_ahead_ = 0;  // so many records that are wanted next were there when prefetch looked
   std::uint64_t serial_ = 0;       // of the last allocation
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   PinnedOptions pinned_options_;

@@ -292,6 +292,7 @@ Runtime::Evicted Runtime::evict(Record& record, bool squeeze, Bytes* missing) {
   record.prefetched = false;
   record.arrived = Tick{};
   record.block = nullptr;
+  resident_ahead_ = 0;
   plan_.evicted(record.place);
   ++record.evictions;
   counters_.freed_bytes += block->size;

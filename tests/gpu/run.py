@@ -29,6 +29,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 TIMEOUT_SECONDS = 300
+JOBS = max(1, min(16, (os.cpu_count() or 2) // 2))  # each has two threads: see environment
 SHARED = "STAGEHAND_GPU_TESTS_SHARED"  # a folder for what several tests of one run need
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -168,7 +169,9 @@ def about() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("-k", dest="expression", help="pytest's -k: run only these tests")
-    parser.add_argument("--jobs", type=int, default=8, help="tests at once (default: 8)")
+    parser.add_argument(
+        "--jobs", type=int, default=JOBS, help="tests at once (default: half the cores, at most 16)"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="where to write the record")
     options = parser.parse_args(argv)
     place = about()
