@@ -18,6 +18,8 @@ constexpr std::size_t kPolledAtSave = 64;  // the newest are what a layer has ju
 // Room for segments of small requests, which nothing predicts: two of torch's 2 MiB and one of its
 // 20 MiB segments.
 constexpr Bytes kSmallSegments = 24_MiB;
+// Less than so many times the request left to evict: the edge of what a step can be held to.
+constexpr Bytes kEdge = 2;
 constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
 
 struct Departed {
@@ -342,14 +344,22 @@ bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far) {
 
 // The trigger -------------------------------------------------------------------------------------
 
+// Nothing is let go of, and no segment given back, while a stream we know is captured into a graph.
+bool Runtime::capturing() {
+  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
+    if (clocks_.at(i).captured()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool Runtime::missed(driver::Stream stream) {
   const Departing departing(*this);
   Lock lock(mutex_);
   const driver::ContextGuard guard(table_, context_);
-  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
-    if (clocks_.at(i).captured()) {
-      return false;  // nothing is let go of while a graph is captured
-    }
+  if (capturing()) {
+    return false;
   }
   take_stuck();
   if (!budget_.armed) {
@@ -434,14 +444,28 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
     } else if (fits_under(counters_.mapped - std::min(counters_.mapped, releasable), growth,
                           roof)) {
       t_release = !fits_under(counters_.mapped, growth, roof);
+      start_anew_ |= plan_.follows() && counters_.retained < kEdge * request;
       return;
     } else if (Record* last = last_needed(false, owner.pool != CacheMap::Owner{}.pool);
                last != nullptr) {
       result = evict(*last, squeeze, &missing);
     }
     if (!helped(lock, result, missing, &squeeze)) {
+      // Torch grows above the ceiling, then: by the least.
+      t_release = can_release(look_at_cache(owner)) > 0;
+      start_anew_ |= plan_.follows();
       return;
     }
+  }
+}
+
+// Blocks that stay where they are break up large segments, by now and then more than evicting can
+// make good. A step that came near that lets the next begin without torch's free segments: what it
+// asks for then lies in segments of its own size. Not after every step that had to give segments
+// back: each would be made again in every step.
+void Runtime::begin_step_on_torch() {
+  if (std::exchange(start_anew_, false) && !capturing()) {
+    t_release = can_release(cache_->releasable()) > 0;
   }
 }
 

@@ -3,8 +3,9 @@
     python tests/gpu/run.py [-k EXPRESSION] [--jobs N] [--out FILE]
 
 A test passes only if its process also ends with exit code 0: a crash at interpreter shutdown is a
-failure. Tests in files named test_alone_* run one at a time, without others on the GPU. What a test
-measured (record_property) is printed and recorded beside its outcome. The record,
+failure. Tests in files named test_alone_* run one at a time, without others on the GPU: where there
+are two, on the second, which no other uses once test_devices.py is through. What a test measured
+(record_property) is printed and recorded beside its outcome. The record,
 benchmarks/results/gpu-tests.json, names the sources it was made of (benchmarks/source_hash.py); a
 selection with -k writes none unless told where.
 """
@@ -23,6 +24,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -39,6 +42,7 @@ from source_hash import source_hash  # noqa: E402
 ABOUT = """
 import json, platform, torch
 print(json.dumps({"device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                  "devices": torch.cuda.device_count(),
                   "torch": torch.__version__, "python": platform.python_version()}))
 """
 
@@ -52,16 +56,25 @@ class Outcome:
     figures: dict[str, str]
 
 
-def environment(shared: str = "") -> dict[str, str]:
-    """Ours, so that the tests find the package built in place and deterministic cuBLAS."""
+def environment(shared: str = "", gpu: int | None = None) -> dict[str, str]:
+    """Ours, so that the tests find the package built in place and deterministic cuBLAS.
+
+    `gpu`: the only one they see; None: all.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {
         **os.environ,
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": nth_gpu(visible, gpu)}),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "OMP_NUM_THREADS": "2",  # several tests run at once: each takes its share of the cores
         SHARED: shared,
     }
+
+
+def nth_gpu(visible: str | None, gpu: int) -> str:
+    return visible.split(",")[gpu] if visible else str(gpu)
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -84,7 +97,7 @@ def collect(expression: str | None) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def run_one(test: str, shared: str) -> Outcome:
+def run_one(test: str, shared: str, gpu: int | None = None) -> Outcome:
     """Run one test in its own process group, which is ended when it takes too long."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +108,7 @@ def run_one(test: str, shared: str) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment(shared),
+            env=environment(shared, gpu),
             start_new_session=True,
         )
         try:
@@ -143,20 +156,29 @@ def show(outcome: Outcome) -> None:
         print(outcome.output.strip(), flush=True)
 
 
-def run_all(tests: list[str], jobs: int, shared: str) -> list[Outcome]:
-    alone = [
-        test for test in tests if pathlib.Path(test.split("::")[0]).name.startswith("test_alone_")
-    ]
+def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome]:
+    alone = [test for test in tests if file_of(test).startswith("test_alone_")]
+    on_all = [test for test in tests if file_of(test).startswith("test_devices")]
+    others = [test for test in tests if test not in alone and test not in on_all]
+    first, last = (0, 1) if gpus > 1 else (None, None)
     outcomes = []
-    with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
-        running = [threads.submit(run_one, test, shared) for test in tests if test not in alone]
+
+    def show_all(running: Iterable[Future[Outcome]]) -> None:
         for done in concurrent.futures.as_completed(running):
             outcomes.append(done.result())
             show(outcomes[-1])
-    for test in alone:
-        outcomes.append(run_one(test, shared))
-        show(outcomes[-1])
+
+    with ThreadPoolExecutor(jobs) as threads, ThreadPoolExecutor(1) as one:
+        on_all_running = [threads.submit(run_one, test, shared) for test in on_all]
+        running = [threads.submit(run_one, test, shared, first) for test in others]
+        show_all(on_all_running if gpus > 1 else [*on_all_running, *running])
+        running += [one.submit(run_one, test, shared, last) for test in alone]
+        show_all(running if gpus > 1 else running[len(others) :])
     return outcomes
+
+
+def file_of(test: str) -> str:
+    return pathlib.Path(test.split("::")[0]).name
 
 
 def about() -> dict[str, Any]:
@@ -181,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     sources = source_hash(ROOT)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as shared:
-        outcomes = run_all(collect(options.expression), options.jobs, shared)
+        outcomes = run_all(collect(options.expression), options.jobs, shared, place["devices"])
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for outcome in outcomes:
         counts[outcome.outcome] += 1

@@ -327,6 +327,52 @@ TEST("without the trigger a storage kept back by a capture is let go of at the n
   rig.verify_empty();
 }
 
+TEST("where torch must grow above high, its free segments go back first") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.budget(200_MiB, 190_MiB);
+  const SavedTensor first = rig.retain(30_MiB, s);
+  rig.evict_all(s);
+  const HeldTensor in_its_segment = rig.make(12_MiB, s);
+  rig.drop(rig.make(24_MiB, s));  // its segment is free
+  const Bytes full = rig.torch.reserved();
+  CHECK_EQ(full, 30_MiB + 24_MiB + 2_MiB);
+  rig.budget(full + 2_MiB, full);  // 2 MiB too little for 30 in place of 24 and 2
+  const Counters before = rig.counters();
+  rig.back(first, s);
+  CHECK_EQ(rig.torch.reserved(), full + 4_MiB);
+  CHECK_EQ(rig.counters().overshoot_bytes - before.overshoot_bytes, 2_MiB);
+  rig.drop(in_its_segment);
+  rig.verify_empty();
+}
+
+TEST("a step that hardly fits lets the next begin without torch's free segments, others do not") {
+  for (const int saved : {9, 30}) {
+    HeldRig rig({.classes = {{kHeldBlock}, {32}}, .host_limit = 256_MiB});
+    const driver::Stream s = rig.stream();
+    const Bytes most = kHeldSegment * ((saved + 4) / 5);
+    Bytes at_first_save = 0;
+    for (int at = 0; at < 3; ++at) {
+      rig.budget(most + kHeldBlock, most);
+      std::vector<SavedTensor> all = rig.retain_many(1, kHeldBlock, s);
+      at_first_save = rig.torch.reserved();
+      for (SavedTensor& one : rig.retain_many(saved - 1, kHeldBlock, s)) {
+        all.push_back(one);
+      }
+      rig.drop(rig.make(24_MiB, s));  // fits in no segment of theirs
+      rig.runtime->clear_budget();
+      rig.back_all(all, s);
+    }
+    if (saved == 9) {
+      CHECK_EQ(at_first_save, kHeldSegment);
+    } else {
+      CHECK(at_first_save > kHeldSegment);
+    }
+    CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
+    rig.verify_empty();
+  }
+}
+
 TEST("a prefetch never grows torch above high, also where another pool has room") {
   for (const bool pool : {false, true}) {
     HeldRig rig;
