@@ -1,43 +1,17 @@
-// Recorded training steps (traces/, written by benchmarks/record_trace.py on an H200), replayed in
-// virtual time: how much leaves, and what it costs. Copies and pinning are only charged for.
+// Recorded training steps (trace.hpp), replayed: how much leaves, and what it costs.
 #include <algorithm>
 #include <cstdint>
-#include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "native/core_rig.hpp"
+#include "native/trace.hpp"
 
 namespace stagehand::core::test {
 namespace {
 
-constexpr Bytes kBytesPerS = 54'000'000'000;  // what one direction of the H200's link carries
-constexpr Bytes kOthers = 2_GiB;              // parameters and the like
-
-// A line of a trace: record_trace.py says what it means.
-struct Event {
-  char kind = 0;
-  std::uint64_t a = 0;
-  std::uint64_t b = 0;
-  std::uint64_t first = 0;
-  std::uint64_t last = 0;
-};
-
-std::vector<Event> read(const std::string& name) {
-  const std::string file = __FILE__;
-  std::ifstream lines(file.substr(0, file.rfind('/')) + "/traces/" + name);
-  std::vector<Event> events;
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
-    Event event;
-    words >> event.kind >> event.a >> event.b >> event.first >> event.last;
-    events.push_back(event);
-  }
-  return events;
-}
+constexpr Bytes kOthers = 2_GiB;  // parameters and the like
 
 // What the host pays for mapping, measured on an H200: it holds nothing up while the host is ahead.
 void charge_mapping(driver::Table& table) {
@@ -66,29 +40,11 @@ void charge_mapping(driver::Table& table) {
   };
 }
 
-driver::Result keep_busy(driver::Stream stream, std::uint64_t ns) {
-  return stagehand_sim_kernel(stream, ns, nullptr, 0, nullptr, 0, nullptr, nullptr);
-}
-
-driver::Result charge_copy(std::size_t bytes, driver::Stream stream) {
-  return keep_busy(stream, 6000 + bytes * 1'000'000'000 / kBytesPerS);
-}
-
 Machine machine() {
-  Machine with;
-  with.memory = 64_GiB;
-  with.classes = {{1_MiB, 4_MiB, 16_MiB, 64_MiB, 256_MiB}, {512, 2, 2, 2, 2}};
-  with.host_limit = 6_GiB;
+  Machine with = trace_machine();
   with.patch = [](driver::Table& table) {
-    table.memcpy_dtoh_async = [](void*, driver::DevicePtr, std::size_t bytes, driver::Stream to) {
-      return charge_copy(bytes, to);
-    };
-    table.memcpy_htod_async = [](driver::DevicePtr, const void*, std::size_t bytes,
-                                 driver::Stream to) { return charge_copy(bytes, to); };
-    table.memcpy_batch_async = nullptr;
+    charge_copies(table);
     charge_mapping(table);
-    table.host_register = [](void*, std::size_t, unsigned) { return driver::kSuccess; };
-    table.host_unregister = [](void*) { return driver::kSuccess; };
   };
   return with;
 }
@@ -102,7 +58,7 @@ struct Step {
 
 class Replay {
  public:
-  explicit Replay(const std::string& name) : rig_(machine()), events_(read(name)) {
+  explicit Replay(const std::string& name) : rig_(machine()), events_(read_trace(name)) {
     CHECK(!events_.empty());
     for (Bytes at = 0; at < kOthers; at += 32_MiB) {
       rig_.allocate(32_MiB, stream_);
@@ -137,14 +93,10 @@ class Replay {
     rig_.runtime->reset_peaks();
     const Counters before = rig_.counters();
     const std::uint64_t began = stagehand_sim_clock_ns();
-    std::uint64_t gpu_us = 0;
-    std::uint64_t host_us = 0;
+    Pace pace;
     for (const Event& event : events_) {
       if (event.kind == 't') {
-        keep_busy(stream_, (event.a - gpu_us) * 1000);
-        stagehand_sim_advance_ns((event.b - host_us) * 1000);
-        gpu_us = event.a;
-        host_us = event.b;
+        pace.until(event, stream_);
       } else {
         play(event);
       }

@@ -1,0 +1,83 @@
+// A recorded training step (traces/, written by benchmarks/record_trace.py on an H200), to be
+// replayed in virtual time: copies and pinning are only charged for.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "native/core_rig.hpp"
+
+namespace stagehand::core::test {
+
+inline constexpr Bytes kBytesPerS = 54'000'000'000;  // one direction of the H200's link
+
+// A line of a trace: record_trace.py says what it means.
+struct Event {
+  char kind = 0;
+  std::uint64_t a = 0;
+  std::uint64_t b = 0;
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
+};
+
+inline std::vector<Event> read_trace(const std::string& name) {
+  const std::string file = __FILE__;
+  std::ifstream lines(file.substr(0, file.rfind('/')) + "/traces/" + name);
+  std::vector<Event> events;
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    Event event;
+    words >> event.kind >> event.a >> event.b >> event.first >> event.last;
+    events.push_back(event);
+  }
+  return events;
+}
+
+inline driver::Result keep_busy(driver::Stream stream, std::uint64_t ns) {
+  return stagehand_sim_kernel(stream, ns, nullptr, 0, nullptr, 0, nullptr, nullptr);
+}
+
+inline driver::Result charge_copy(std::size_t bytes, driver::Stream stream) {
+  return keep_busy(stream, 6000 + bytes * 1'000'000'000 / kBytesPerS);
+}
+
+// A driver whose copies and pinning are charged for, and not made.
+inline void charge_copies(driver::Table& table) {
+  table.memcpy_dtoh_async = [](void*, driver::DevicePtr, std::size_t bytes, driver::Stream to) {
+    return charge_copy(bytes, to);
+  };
+  table.memcpy_htod_async = [](driver::DevicePtr, const void*, std::size_t bytes,
+                               driver::Stream to) { return charge_copy(bytes, to); };
+  table.memcpy_batch_async = nullptr;
+  table.host_register = [](void*, std::size_t, unsigned) { return driver::kSuccess; };
+  table.host_unregister = [](void*) { return driver::kSuccess; };
+}
+
+inline Machine trace_machine() {
+  Machine with;
+  with.memory = 64_GiB;
+  with.classes = {{1_MiB, 4_MiB, 16_MiB, 64_MiB, 256_MiB}, {512, 2, 2, 2, 2}};
+  with.host_limit = 6_GiB;
+  with.patch = charge_copies;
+  return with;
+}
+
+// Plays the work that the GPU and the host had until a line of kind t.
+class Pace {
+ public:
+  void until(const Event& event, driver::Stream stream) {
+    keep_busy(stream, (event.a - gpu_us_) * 1000);
+    stagehand_sim_advance_ns((event.b - host_us_) * 1000);
+    gpu_us_ = event.a;
+    host_us_ = event.b;
+  }
+
+ private:
+  std::uint64_t gpu_us_ = 0;
+  std::uint64_t host_us_ = 0;
+};
+
+}  // namespace stagehand::core::test
