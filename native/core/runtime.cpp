@@ -241,9 +241,6 @@ void Runtime::begin_step(std::uint32_t step) {
   prefetch_reserve_ = std::min(prefetch_reserve_ - prefetch_reserve_ / 8, budget_.low);
   to_leave_.clear();
   held_back_ = 0;
-  if (held_ != nullptr) {
-    begin_step_on_torch();
-  }
 }
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {

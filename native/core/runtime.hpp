@@ -243,8 +243,6 @@ class Runtime {
   Bytes trim_torch();
   Bytes release_cached();
   Bytes can_release(Bytes free_segments) const;
-  bool capturing();
-  void begin_step_on_torch();
   void want_limit(Bytes limit);
   void apply_limit();
   CacheMap::Owner owner_here(driver::Stream stream) const;
@@ -318,8 +316,8 @@ class Runtime {
   std::atomic<std::uint64_t> limit_turn_{0};     // goes up with what is wanted
   std::atomic<std::uint64_t> limit_applied_{0};  // the turn that torch was told last
   bool release_failed_ = false;                  // torch gave nothing back when asked last
-  bool start_anew_ = false;                   // the next step begins without torch's free segments
-  Bytes live_retained_ = 0;                   // retained at the last refresh
+  bool start_anew_ = false;  // the next pool entry gives torch's free segments back
+  Bytes live_retained_ = 0;  // retained at the last refresh
   std::vector<CacheMap::Stretch> stretches_;  // scratch of look_at_cache
 };
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <utility>
 #include <vector>
 
 #include "core/check.hpp"
@@ -89,7 +90,8 @@ void Runtime::set_budget(const Budget& budget) {
       }
       refresh();
       const bool spare = segments_ != nullptr && segments_->has_free_piece();
-      if (counters_.mapped <= target || (cache_->releasable() == 0 && !spare)) {
+      const bool anew = std::exchange(start_anew_, false);
+      if ((counters_.mapped <= target && !anew) || (cache_->releasable() == 0 && !spare)) {
         return;
       }
     } else if (counters_.mapped <= target || !heap_.has_free_piece()) {

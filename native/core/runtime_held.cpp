@@ -55,11 +55,11 @@ Runtime::Departing::~Departing() {
 // gives nothing back then: victims serve instead, until the next pool entry.
 Bytes Runtime::release_cached() {
   const Bytes before = cache_->usage().reserved;
-  held_->side().release_cached();
+  const bool asked = held_->side().release_cached();  // not where another thread is at it
   const Bytes released = before - std::min(before, cache_->usage().reserved);
   Lock lock(mutex_);
   ++counters_.host_waits;
-  release_failed_ = released == 0;
+  release_failed_ = asked && released == 0;
   return released;
 }
 
@@ -344,22 +344,14 @@ bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far) {
 
 // The trigger -------------------------------------------------------------------------------------
 
-// Nothing is let go of, and no segment given back, while a stream we know is captured into a graph.
-bool Runtime::capturing() {
-  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
-    if (clocks_.at(i).captured()) {
-      return true;
-    }
-  }
-  return false;
-}
-
 bool Runtime::missed(driver::Stream stream) {
   const Departing departing(*this);
   Lock lock(mutex_);
   const driver::ContextGuard guard(table_, context_);
-  if (capturing()) {
-    return false;
+  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
+    if (clocks_.at(i).captured()) {
+      return false;  // nothing is let go of while a graph is captured
+    }
   }
   take_stuck();
   if (!budget_.armed) {
@@ -425,6 +417,11 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
 
 // Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
 // enough wholly free segments for a new one of its own, which go back to the driver.
+//
+// Blocks that stay where they are break up large segments, by now and then more than evicting can
+// make good. After a planned step that came near that, the next pool entry gives all free segments
+// back: what it asks for then lies in segments of its own size. Not after every step that had to
+// give segments back: each would be made again in every step.
 void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
   const Bytes growth = CacheMap::segment_for(request);
   bool squeeze = false;
@@ -444,7 +441,7 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
     } else if (fits_under(counters_.mapped - std::min(counters_.mapped, releasable), growth,
                           roof)) {
       t_release = !fits_under(counters_.mapped, growth, roof);
-      start_anew_ |= plan_.follows() && counters_.retained < kEdge * request;
+      start_anew_ |= t_release && plan_.follows() && counters_.retained < kEdge * request;
       return;
     } else if (Record* last = last_needed(false, owner.pool != CacheMap::Owner{}.pool);
                last != nullptr) {
@@ -453,19 +450,9 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
     if (!helped(lock, result, missing, &squeeze)) {
       // Torch grows above the ceiling, then: by the least.
       t_release = can_release(look_at_cache(owner)) > 0;
-      start_anew_ |= plan_.follows();
+      start_anew_ |= t_release && plan_.follows();
       return;
     }
-  }
-}
-
-// Blocks that stay where they are break up large segments, by now and then more than evicting can
-// make good. A step that came near that lets the next begin without torch's free segments: what it
-// asks for then lies in segments of its own size. Not after every step that had to give segments
-// back: each would be made again in every step.
-void Runtime::begin_step_on_torch() {
-  if (std::exchange(start_anew_, false) && !capturing()) {
-    t_release = can_release(cache_->releasable()) > 0;
   }
 }
 
