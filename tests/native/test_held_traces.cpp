@@ -33,14 +33,7 @@ class Training {
     const Bytes before = rig_.counters().overshoot_bytes;
     rig_.budget(high, low);
     in_forward_ = true;
-    Pace pace;
-    for (const Event& event : events_) {
-      if (event.kind == 't') {
-        pace.until(event, stream_);
-      } else {
-        play(event);
-      }
-    }
+    replay(events_, stream_, [this](const Event& event) { play(event); });
     for (Storage* one : batch) {
       rig_.torch.drop(one);
     }
@@ -78,7 +71,6 @@ class Training {
     storages.clear();
   }
   void play(const Event& event) {
-    Runtime& runtime = *rig_.runtime;
     switch (event.kind) {
       case 'a':
         rest_[event.a] = make(event.b);
@@ -88,39 +80,26 @@ class Training {
         rest_.erase(event.a);
         break;
       case 's': {
-        Storage* storage = rest_.at(event.b);
-        const Address base = storage->address;
-        FakeTorch::hold(storage);
-        const Saved saved =
-            runtime.save_held({storage, storage, base, storage->bytes}, stream_, base + event.first,
-                              base + event.first, base + event.last);
-        CHECK_EQ(saved.refusal, Refusal::none);
-        if (!saved.took_reference) {
-          rig_.torch.drop(storage);
-        }
+        const SavedTensor saved =
+            rig_.save({rest_.at(event.b), event.last - event.first, stream_, 0, event.first});
         if (!records_.emplace(event.a, saved).second) {
-          runtime.drop_handle(saved.record);  // the trace counts one for all
+          rig_.drop_handle(saved);  // the trace counts one for all
         }
-        runtime.drop_orphans();
         break;
       }
       case 'h':
-        runtime.drop_handle(records_.at(event.a).record);
-        runtime.drop_orphans();
+        rig_.drop_handle(records_.at(event.a));
         records_.erase(event.a);
         break;
       case 'u': {
         if (in_forward_) {
           in_forward_ = false;
-          runtime.clear_budget();
+          rig_.runtime->clear_budget();
         }
-        const Saved& saved = records_.at(event.a);
-        const Unpacked again = runtime.unpack(saved.record, saved.offset, stream_);
+        const SavedTensor& saved = records_.at(event.a);
+        const Unpacked again = rig_.runtime->unpack(saved.record, saved.offset, stream_);
         CHECK_EQ(again.status, Status::ok);
-        auto* storage = static_cast<Storage*>(again.storage);
-        FakeTorch::hold(storage);
-        runtime.drop_alias(again.block);
-        aliases_[event.b] = storage;
+        aliases_[event.b] = rig_.view(again, saved, stream_).storage;
         break;
       }
       case 'd':
@@ -139,7 +118,7 @@ class Training {
   bool in_forward_ = false;
   std::vector<Storage*> weights_;
   std::map<std::uint64_t, Storage*> rest_;  // tensors; gradients, which the next step drops first
-  std::map<std::uint64_t, Saved> records_;
+  std::map<std::uint64_t, SavedTensor> records_;
   std::map<std::uint64_t, Storage*> aliases_;
 };
 

@@ -93,14 +93,7 @@ class Replay {
     rig_.runtime->reset_peaks();
     const Counters before = rig_.counters();
     const std::uint64_t began = stagehand_sim_clock_ns();
-    Pace pace;
-    for (const Event& event : events_) {
-      if (event.kind == 't') {
-        pace.until(event, stream_);
-      } else {
-        play(event);
-      }
-    }
+    replay(events_, stream_, [this](const Event& event) { play(event); });
     stagehand_sim_drain();
     const Counters after = rig_.counters();
     Step done;

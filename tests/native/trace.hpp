@@ -65,19 +65,20 @@ inline Machine trace_machine() {
   return with;
 }
 
-// Plays the work that the GPU and the host had until a line of kind t.
-class Pace {
- public:
-  void until(const Event& event, driver::Stream stream) {
-    keep_busy(stream, (event.a - gpu_us_) * 1000);
-    stagehand_sim_advance_ns((event.b - host_us_) * 1000);
-    gpu_us_ = event.a;
-    host_us_ = event.b;
+// Plays a step's lines in order; those of kind t are the GPU's and the host's work until then.
+inline void replay(const std::vector<Event>& events, driver::Stream stream, auto play) {
+  std::uint64_t gpu_us = 0;
+  std::uint64_t host_us = 0;
+  for (const Event& event : events) {
+    if (event.kind != 't') {
+      play(event);
+      continue;
+    }
+    keep_busy(stream, (event.a - gpu_us) * 1000);
+    stagehand_sim_advance_ns((event.b - host_us) * 1000);
+    gpu_us = event.a;
+    host_us = event.b;
   }
-
- private:
-  std::uint64_t gpu_us_ = 0;
-  std::uint64_t host_us_ = 0;
-};
+}
 
 }  // namespace stagehand::core::test
