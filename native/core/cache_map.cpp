@@ -12,11 +12,21 @@ constexpr Bytes kMinLargeAlloc = 10_MiB;
 constexpr Bytes kRoundLarge = 2_MiB;
 }  // namespace
 
-Bytes CacheMap::segment_for(Bytes request) {
+Bytes CacheMap::growth_for(Bytes request) {
   if (request <= kSmallLimit) {
     return kSmallBuffer;
   }
+  const Lock lock(mutex_);
+  if (expandable_) {
+    return round_up(request, kLargeBuffer);
+  }
   return request < kMinLargeAlloc ? kLargeBuffer : round_up(request, kRoundLarge);
+}
+
+Bytes CacheMap::small_growth() {
+  const Lock lock(mutex_);
+  const Bytes peak = std::max(small_peaks_.front(), small_peaks_.back());
+  return peak - std::min(peak, small_);
 }
 
 void CacheMap::apply(const CacheEvent& event) {
@@ -36,7 +46,7 @@ void CacheMap::snapshot() {
   lives_.clear();
   holes_.clear();
   releasable_ = 0;
-  usage_.reserved = usage_.allocated = 0;
+  usage_.reserved = usage_.allocated = small_ = 0;
 }
 
 void CacheMap::known(const CacheEvent& event) {
@@ -129,14 +139,19 @@ void CacheMap::add_segment(const CacheEvent& event) {
   segment.bytes = event.bytes;
   segment.owner = {event.stream, {event.pool[0], event.pool[1]}};
   segment.expandable = event.kind == CacheEvent::mapped;
-  segment.small = event.bytes <= kSmallBuffer && !segment.expandable;
+  segment.small = event.bytes <= kSmallBuffer;  // an expandable one of small blocks grows by that
+  if (segment.small) {
+    small_ += event.bytes;
+    small_peak_ = std::max(small_peak_, small_);
+  }
+  expandable_ |= segment.expandable;
   add_releasable(segment, segment.bytes);
   Address base = event.address;
   Address hole_begin = base;
   Address hole_end = base + event.bytes;
   const auto joins = [&](Segments::iterator one) {
     return segment.expandable && one != segments_.end() && one->second.expandable &&
-           one->second.owner == segment.owner;
+           one->second.small == segment.small && one->second.owner == segment.owner;
   };
   const auto join = [&](Segments::iterator one) {
     Address begin = 0;
@@ -168,6 +183,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
     return;
   }
   usage_.reserved -= std::min(usage_.reserved, event.bytes);
+  small_ -= found->second.small ? std::min(small_, event.bytes) : 0;
   remove_releasable(found->second, event.bytes);
   const Address base = found->first;
   const Segment segment = found->second;
@@ -321,10 +337,11 @@ void CacheMap::forget_kept() {
   kept_.clear();
 }
 
-void CacheMap::mark_young() {
+void CacheMap::begin_step() {
   const Lock lock(mutex_);
   young_.clear();
   marks_young_ = true;
+  small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
 }
 
 bool CacheMap::young(Address address) {

@@ -61,9 +61,9 @@ class CacheMap {
   Bytes take_largest_request();
   // The most that was allocated since the last call.
   Bytes take_allocated_peak();
-  // From here on it is known which blocks are younger than this call.
-  void mark_young();
-  // Whether the block at the address was handed out since.
+  // A pool is entered: from here on it is known which blocks are younger than this call.
+  void begin_step();
+  // Whether the block at the address was handed out since the last step began.
   bool young(Address address);
   // Whether torch has handed out a large block at the address.
   bool live(Address address);
@@ -82,9 +82,13 @@ class CacheMap {
   // All segments for large blocks, walked.
   void walk(const Owner& owner, std::vector<Stretch>* stretches);
 
-  // The growth of the cache for a request that no hole serves (c10's kSmallBuffer, kLargeBuffer,
-  // kMinLargeAlloc, kRoundLarge).
-  static Bytes segment_for(Bytes request);
+  // The most that the cache grows by for a request that no hole serves: a segment of its own, or
+  // the pages that an expandable one lacks (c10's kSmallBuffer, kLargeBuffer, kMinLargeAlloc,
+  // kRoundLarge).
+  Bytes growth_for(Bytes request);
+  // What segments of small blocks grow by until they are what they were at most in the last two
+  // steps.
+  Bytes small_growth();
 
  private:
   struct Segment {
@@ -121,6 +125,10 @@ class CacheMap {
   std::set<Address> kept_;
   std::unordered_set<Address> young_;
   bool marks_young_ = false;
+  Bytes small_ = 0;                     // reserved in segments of small blocks
+  Bytes small_peak_ = 0;                // since the step began
+  std::array<Bytes, 2> small_peaks_{};  // of the last two
+  bool expandable_ = false;             // torch makes expandable segments
   std::map<Owner, std::multiset<Bytes>> holes_;
   Usage usage_;
   Bytes mark_ = kUnlimited;

@@ -245,6 +245,7 @@ class Runtime {
   Bytes can_release(Bytes free_segments) const;
   void want_limit(Bytes limit);
   void apply_limit();
+  Bytes room_for_small() const;
   CacheMap::Owner owner_here(driver::Stream stream) const;
   Bytes look_at_cache(const CacheMap::Owner& owner);
   // runtime_pinned.cpp

@@ -82,7 +82,7 @@ void Runtime::set_budget(const Budget& budget) {
     if (held_ != nullptr) {
       cache_->set_mark(budget.high);
       cache_->take_largest_request();  // of what ran between two steps
-      cache_->mark_young();
+      cache_->begin_step();
       want_limit(budget.limit);
       release_failed_ = false;
       if (held_->side().triggers == 0) {

@@ -15,10 +15,11 @@ namespace stagehand::core {
 namespace {
 
 constexpr std::size_t kPolledAtSave = 64;  // the newest are what a layer has just let go of
-// Room for segments of small requests, which nothing predicts: two of torch's 2 MiB and one of its
-// 20 MiB segments.
+// Room for segments of small requests beyond those of earlier steps: two of torch's 2 MiB and one
+// of its 20 MiB segments.
 constexpr Bytes kSmallSegments = 24_MiB;
-// Less than so many times the request left to evict: the edge of what a step can be held to.
+// Less than so many times the request left, of free room and of what can still be evicted: the edge
+// of what a step can be held to.
 constexpr Bytes kEdge = 2;
 constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
 
@@ -308,6 +309,10 @@ Block* Runtime::adopt_made(const HeldStorage& held) {
   return block;
 }
 
+// Segments of small blocks are asked for between the large ones; nothing of a block that stays is
+// moved out of their way.
+Bytes Runtime::room_for_small() const { return kSmallSegments + cache_->small_growth(); }
+
 // Whose blocks torch hands out to this thread for work on `stream`.
 CacheMap::Owner Runtime::owner_here(driver::Stream stream) const {
   const bool in_pool = std::this_thread::get_id() == torch_pool_thread_;
@@ -319,7 +324,7 @@ CacheMap::Owner Runtime::owner_here(driver::Stream stream) const {
 bool Runtime::prefetch_held(Lock& lock, Record& record, Bytes bytes, bool far) {
   if (cache_->largest_hole(owner_here(record.stream)) < bytes &&
       (far ||
-       !fits_under(counters_.mapped, CacheMap::segment_for(bytes) + kSmallSegments, ceiling()))) {
+       !fits_under(counters_.mapped, cache_->growth_for(bytes) + room_for_small(), ceiling()))) {
     return false;
   }
   const RecordId id = Ledger::id_of(record);
@@ -361,7 +366,7 @@ bool Runtime::missed(driver::Stream stream) {
   refresh();
   poll_owners(watched_.size());
   const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
-  const Bytes growth = request != 0 ? CacheMap::segment_for(request) + kSmallSegments
+  const Bytes growth = request != 0 ? cache_->growth_for(request) + room_for_small()
                                     : std::max(budget_.high - budget_.low, kUnknownRequest);
   Bytes roof = ceiling();
   if (fits_under(counters_.mapped, growth, roof)) {
@@ -423,10 +428,11 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
 // back: what it asks for then lies in segments of its own size. Not after every step that had to
 // give segments back: each would be made again in every step.
 void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
-  const Bytes growth = CacheMap::segment_for(request);
+  const Bytes growth = cache_->growth_for(request) + room_for_small();
   bool squeeze = false;
   for (;;) {
     const Bytes releasable = can_release(look_at_cache(owner));
+    const Bytes kept = counters_.mapped - std::min(counters_.mapped, releasable);
     Window window;
     if (request > kSmallLimit) {
       window = choose_window(candidates_, request);
@@ -438,10 +444,10 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
     Evicted result = Evicted::none;
     if (window.found && window.victims > 0) {
       result = evict_window(window, squeeze, &missing);
-    } else if (fits_under(counters_.mapped - std::min(counters_.mapped, releasable), growth,
-                          roof)) {
+    } else if (fits_under(kept, growth, roof)) {
+      const Bytes left = roof - kept - growth + counters_.retained;
       t_release = !fits_under(counters_.mapped, growth, roof);
-      start_anew_ |= t_release && plan_.follows() && counters_.retained < kEdge * request;
+      start_anew_ |= t_release && plan_.follows() && left < kEdge * request;
       return;
     } else if (Record* last = last_needed(false, owner.pool != CacheMap::Owner{}.pool);
                last != nullptr) {

@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -25,6 +26,8 @@ using stagehand::core::TensorPlace;
 using stagehand::core::TorchListener;
 using stagehand::core::TorchSide;
 namespace caching = c10::cuda::CUDACachingAllocator;
+
+constexpr std::uint64_t kSmallPage = std::uint64_t{2} << 20;  // c10's kSmallBuffer
 
 TorchListener g_listener;
 std::atomic<bool> g_listening{false};
@@ -188,8 +191,14 @@ void tell_known(int device, const caching::SnapshotInfo& snapshot) {
       continue;
     }
     const auto& pool = segment.owner_private_pool_id;
-    tell(event_of(segment.is_expandable ? CacheEvent::mapped : CacheEvent::segment, device,
-                  segment.address, segment.total_size, segment.stream, pool));
+    // An expandable one of small blocks by the pages it grew by, which tell what it is.
+    const bool pages = segment.is_expandable && !segment.is_large;
+    const std::uint64_t part = pages ? kSmallPage : segment.total_size;
+    for (std::uint64_t at = 0; at < segment.total_size; at += part) {
+      tell(event_of(segment.is_expandable ? CacheEvent::mapped : CacheEvent::segment, device,
+                    segment.address + at, std::min(part, segment.total_size - at), segment.stream,
+                    pool));
+    }
     std::uint64_t address = segment.address;
     for (const auto& block : segment.blocks) {
       if (block.active) {  // allocated, or freed while another stream still uses it

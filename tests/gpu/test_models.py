@@ -131,6 +131,28 @@ def test_losses_and_every_gradient_equal_plain_torch_inside_the_budget(
     assert_budget_kept(mode, model, actual)
 
 
+@pytest.mark.parametrize("model", ["llama_bf16", "unet"])
+def test_with_expandable_segments_planned_steps_stay_inside_the_budget(
+    model: str,
+    shared: pathlib.Path,
+    tmp_path: pathlib.Path,
+    record_property: Callable[[str, object], None],
+    cuda: None,
+) -> None:
+    if model in NEEDS:
+        pytest.importorskip(NEEDS[model])
+    expected = plain(model, shared)
+    actual = train(
+        model,
+        tmp_path / "ours.json",
+        *("--share", "0.4", "--mode", "native"),
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )
+    compare(actual, expected, record_property)
+    assert actual["trigger"] == "loaded"
+    assert not any(actual["over_by_step"][LEARNING_STEPS:])
+
+
 def test_without_the_trigger_library_every_gradient_equals_plain_torch(
     shared: pathlib.Path,
     tmp_path: pathlib.Path,

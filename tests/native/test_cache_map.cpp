@@ -19,6 +19,7 @@ struct Map : CacheMap {
   }
   void segment(Bytes at, Bytes bytes) { apply(event(CacheEvent::segment, at, bytes)); }
   void segment_gone(Bytes at, Bytes bytes) { apply(event(CacheEvent::segment_gone, at, bytes)); }
+  Bytes growth(Bytes request) { return growth_for(request); }
   void mapped(Bytes at, Bytes bytes) { apply(event(CacheEvent::mapped, at, bytes)); }
   void unmapped(Bytes at, Bytes bytes) { apply(event(CacheEvent::unmapped, at, bytes)); }
   void alloc(Bytes at, Bytes bytes) { apply(event(CacheEvent::alloc, at, bytes)); }
@@ -297,12 +298,73 @@ TEST("a block is kept until torch frees it") {
 }
 
 TEST("a request grows the cache by the segment torch asks the driver for") {
-  CHECK_EQ(CacheMap::segment_for(1), 2_MiB);
-  CHECK_EQ(CacheMap::segment_for(1_MiB), 2_MiB);
-  CHECK_EQ(CacheMap::segment_for(1_MiB + 512), 20_MiB);
-  CHECK_EQ(CacheMap::segment_for(10_MiB - 512), 20_MiB);
-  CHECK_EQ(CacheMap::segment_for(10_MiB), 10_MiB);
-  CHECK_EQ(CacheMap::segment_for(21_MiB + 1), 22_MiB);
+  Map map;
+  CHECK_EQ(map.growth(1), 2_MiB);
+  CHECK_EQ(map.growth(1_MiB), 2_MiB);
+  CHECK_EQ(map.growth(1_MiB + 512), 20_MiB);
+  CHECK_EQ(map.growth(10_MiB - 512), 20_MiB);
+  CHECK_EQ(map.growth(10_MiB), 10_MiB);
+  CHECK_EQ(map.growth(21_MiB + 1), 22_MiB);
+}
+
+TEST("segments of small blocks are expected to be as many as at most in the last two steps") {
+  Map map;
+  const auto step = [&](Bytes segments) {
+    map.begin_step();
+    for (Bytes at = 0; at < segments; at += 2_MiB) {
+      map.segment(at, 2_MiB);
+    }
+    for (Bytes at = 0; at < segments; at += 2_MiB) {
+      map.segment_gone(at, 2_MiB);
+    }
+  };
+  CHECK_EQ(map.small_growth(), 0);
+  step(10_MiB);
+  step(4_MiB);
+  map.begin_step();
+  CHECK_EQ(map.small_growth(), 10_MiB);
+  map.segment(0, 2_MiB);
+  map.segment(100_MiB, 20_MiB);  // for others
+  CHECK_EQ(map.small_growth(), 8_MiB);
+  map.begin_step();
+  CHECK_EQ(map.small_growth(), 2_MiB);
+  map.segment_gone(0, 2_MiB);
+  step(0);
+  step(0);
+  map.begin_step();
+  CHECK_EQ(map.small_growth(), 0);
+}
+
+TEST("where segments are expandable a request grows the cache by pages of one") {
+  Map map;
+  map.mapped(0, 20_MiB);
+  CHECK_EQ(map.growth(1_MiB), 2_MiB);
+  CHECK_EQ(map.growth(10_MiB), 20_MiB);
+  CHECK_EQ(map.growth(21_MiB), 40_MiB);
+}
+
+TEST("an expandable segment of small blocks has no holes, and counts as reserved") {
+  Map map;
+  map.mapped(0, 20_MiB);
+  map.alloc(0, 20_MiB);
+  for (Bytes at = 100_MiB; at < 120_MiB; at += 2_MiB) {
+    map.mapped(at, 2_MiB);
+    map.alloc(at, 1_MiB);
+  }
+  CHECK_EQ(map.hole(), 0);
+  CHECK_EQ(map.walked(), "[m20 ");
+  CHECK_EQ(map.usage().reserved, 40_MiB);
+  CHECK_EQ(map.usage().allocated, 30_MiB);
+  CHECK_EQ(map.releasable(), 10_MiB);
+  map.freed(104_MiB, 1_MiB);
+  map.unmapped(104_MiB, 2_MiB);
+  CHECK_EQ(map.usage().reserved, 38_MiB);
+  CHECK_EQ(map.releasable(), 9_MiB);
+  map.mapped(104_MiB, 2_MiB);
+  map.freed(0, 20_MiB);
+  CHECK_EQ(map.hole(), 20_MiB);
+  CHECK_EQ(map.walked(), "[.20 ");
+  CHECK_EQ(map.releasable(), 31_MiB);
 }
 
 }  // namespace

@@ -365,6 +365,57 @@ TEST("after a planned step that hardly fits the next pool entry gives torch's fr
   rig.verify_empty();
 }
 
+TEST(
+    "a planned step that gives segments back with much room left keeps its segments for the next") {
+  HeldRig rig({.classes = {{kHeldBlock}, {32}}, .host_limit = 256_MiB});
+  const driver::Stream s = rig.stream();
+  Bytes at_entry = 0;
+  for (int at = 0; at < 3; ++at) {
+    rig.budget(200_MiB, 190_MiB);
+    at_entry = rig.torch.reserved();
+    const SavedTensor first = rig.retain(kHeldBlock, s);
+    std::vector<SavedTensor> rest = rig.retain_many(44, kHeldBlock, s);
+    rig.runtime->clear_budget();
+    rig.back_all(rest, s);
+    const Bytes before = rig.torch.reserved();
+    rig.drop(rig.make(48_MiB, s));  // fits in no segment of theirs, and all but one are free
+    CHECK(at == 0 || rig.torch.reserved() < before + 48_MiB);
+    rig.back(first, s);
+  }
+  CHECK(at_entry > 0);
+  CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
+  rig.verify_empty();
+}
+
+TEST("what large requests leave below high has room for as many small segments as the last step") {
+  HeldRig rig({.classes = {{kHeldBlock}, {64}}, .host_limit = 256_MiB});
+  const driver::Stream s = rig.stream();
+  for (int at = 0; at < 4; ++at) {
+    const Bytes before = rig.counters().overshoot_bytes;
+    rig.runtime->trim(0);
+    rig.budget(140_MiB, 130_MiB);
+    std::vector<SavedTensor> saved;
+    std::vector<HeldTensor> live;  // in every segment of theirs: none goes back
+    for (int i = 0; i < 9; ++i) {
+      live.push_back(rig.make(kHeldBlock, s));
+      const std::vector<SavedTensor> more = rig.retain_many(4, kHeldBlock, s);
+      saved.insert(saved.end(), more.begin(), more.end());
+    }
+    for (int i = 0; i < 48; ++i) {
+      live.push_back(rig.make(1_MiB, s));  // two to a segment
+    }
+    CHECK(at == 0 || rig.counters().overshoot_bytes == before);
+    for (const HeldTensor& one : live) {
+      rig.drop(one);
+    }
+    rig.runtime->clear_budget();
+    rig.back_all(saved, s);
+  }
+  CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
+  CHECK(rig.torch.reserved_peak() > 140_MiB);  // in the first step
+  rig.verify_empty();
+}
+
 TEST("a prefetch never grows torch above high, also where another pool has room") {
   for (const bool pool : {false, true}) {
     HeldRig rig;
