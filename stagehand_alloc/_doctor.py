@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def _cache_folder() -> str:
     return str(folder) if there else f"{folder}, not made yet"
 
 
+def _segments(environment: Mapping[str, str] = os.environ) -> str:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = ",".join(environment.get(name, "") for name in names)
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        return "expandable, as is best for mode native"
+    return (
+        "not expandable; mode native evicts less and is quicker with "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+
+
 def _extension() -> str:
     return f"{_driver.native().__file__}, Python {sys.version_info.major}.{sys.version_info.minor}"
 
@@ -166,6 +178,7 @@ _FACTS = {
     "compiler": _compiler,
     "cache folder": _cache_folder,
     "trigger library": _trigger.outlook,
+    "torch's segments": _segments,
     "extension": _extension,
 }
 _WAYS = {"real GPU": _real_gpu, "simulated GPU": _simulated_gpu}

@@ -227,9 +227,9 @@ void CacheMap::allocate(const CacheEvent& event) {
   if (found != segments_.end() && !found->second.small) {
     after = lives_.lower_bound(event.address);
     hole_around(found->second, found->first, after, &begin, &end);
-    // torch cuts off only what is worth a block of its own.
+    // torch cuts off only what is worth a block of its own; where it makes expandable segments, all.
     const Bytes left = end - std::min(event.address + bytes, end);
-    bytes += left <= kSmallLimit && !found->second.expandable ? left : 0;
+    bytes += left <= kSmallLimit && !expandable_ ? left : 0;
   }
   usage_.allocated += bytes;
   usage_.allocated_peak = std::max(usage_.allocated_peak, usage_.allocated);

@@ -128,7 +128,7 @@ class CacheMap {
   Bytes small_ = 0;                     // reserved in segments of small blocks
   Bytes small_peak_ = 0;                // since the step began
   std::array<Bytes, 2> small_peaks_{};  // of the last two
-  bool expandable_ = false;             // torch makes expandable segments
+  bool expandable_ = false;             // torch has made expandable segments
   std::map<Owner, std::multiset<Bytes>> holes_;
   Usage usage_;
   Bytes mark_ = kUnlimited;

@@ -34,6 +34,7 @@ struct Shape {
   core::Budget budget;
   bool triggers = true;
   bool mem_pool = false;
+  bool expandable = false;
   bool faults = false;
   bool captures = false;  // else other streams read what torch is told of by record_stream
 };
@@ -47,6 +48,7 @@ Shape shape_of(std::uint64_t seed) {
   shape.budget.limit = core::kUnlimited;
   shape.triggers = seed % 7 != 6;
   shape.mem_pool = shape.triggers && seed % 5 == 4;
+  shape.expandable = seed % 3 == 1;
   shape.faults = seed % 4 == 3;
   shape.captures = seed % 2 == 1;
   return shape;
@@ -72,6 +74,10 @@ class Program {
         trace_(trace) {
     for (driver::Stream& stream : streams_) {
       stream = rig_.stream();
+    }
+    if (shape_.expandable) {
+      rig_.torch.expandable = true;
+      rig_.torch.drop(rig_.torch.make(1, streams_[0]));  // tells the map
     }
     if (shape_.mem_pool) {
       rig_.torch.use_segments(kPool);

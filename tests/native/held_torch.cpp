@@ -152,7 +152,7 @@ bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address
   }
   const Bytes left = found->second.bytes - size;
   const bool small = segments_.at(found->second.segment).small;
-  if (small ? left >= kBlockUnit : left > kSmallSize) {
+  if (small || expandable ? left >= kBlockUnit : left > kSmallSize) {
     Chunk rest = found->second;
     rest.bytes = left;
     found->second.bytes = size;
@@ -180,7 +180,14 @@ FakeTorch::Chunks::iterator FakeTorch::best_fit(Bytes bytes, driver::Stream stre
   return best;
 }
 
+bool FakeTorch::ours(TorchPool pool) const {
+  return std::find(segment_pools_.begin(), segment_pools_.end(), pool) != segment_pools_.end();
+}
+
 bool FakeTorch::grow(Bytes bytes, driver::Stream stream, TorchPool pool) {
+  if (expandable && !ours(pool)) {
+    return expand(bytes, stream, pool);
+  }
   Segment segment;
   segment.stream = stream;
   segment.pool = pool;
@@ -189,7 +196,7 @@ bool FakeTorch::grow(Bytes bytes, driver::Stream stream, TorchPool pool) {
                   : bytes < kMinLargeAlloc ? kLargeBuffer
                                            : round_up(bytes, 2_MiB);
   Address address = 0;
-  if (std::find(segment_pools_.begin(), segment_pools_.end(), pool) != segment_pools_.end()) {
+  if (ours(pool)) {
     address = runtime_.segment(segment.bytes, stream);
     if (address == 0) {
       return false;
@@ -211,6 +218,132 @@ bool FakeTorch::grow(Bytes bytes, driver::Stream stream, TorchPool pool) {
   tell(CacheEvent::segment, address, segment.bytes, address);
   reserved_peak_ = std::max(reserved_peak_, reserved());
   return true;
+}
+
+bool FakeTorch::expand(Bytes bytes, driver::Stream stream, TorchPool pool) {
+  const bool small = bytes <= kSmallSize;
+  auto found = std::find_if(segments_.begin(), segments_.end(), [&](const auto& one) {
+    const Segment& segment = one.second;
+    return segment.page != 0 && segment.stream == stream && segment.pool == pool &&
+           segment.small == small;
+  });
+  if (found == segments_.end()) {
+    Segment segment;
+    segment.stream = stream;
+    segment.pool = pool;
+    segment.small = small;
+    segment.page = small ? kSmallBuffer : kLargeBuffer;
+    std::size_t unused = 0;
+    std::size_t total = 0;
+    Address base = 0;
+    table_.mem_get_info(&unused, &total);
+    segment.bytes = round_up(2 * total, kLargeBuffer);
+    if (table_.address_reserve(&base, segment.bytes, 0, 0, 0) != driver::kSuccess) {
+      std::abort();  // addresses do not run out
+    }
+    found = segments_.emplace(base, segment).first;
+  }
+  const Address base = found->first;
+  const Segment& segment = found->second;
+  const Address begin = room_in(base, segment, bytes);
+  for (;;) {
+    const auto free = chunks_.find(begin);
+    const Bytes have = free != chunks_.end() ? free->second.bytes : 0;
+    if (have >= bytes) {
+      reserved_peak_ = std::max(reserved_peak_, reserved());
+      return true;
+    }
+    Address gap_end = begin + have;
+    while (gap_end < base + segment.bytes && !segment.pages.contains(gap_end)) {
+      gap_end += segment.page;
+    }
+    const Bytes gap = gap_end - (begin + have);
+    if (!map_pages(base, begin + have, std::min(gap, round_up(bytes - have, segment.page)))) {
+      return false;  // what was mapped stays
+    }
+  }
+}
+
+// find_expandable_block.
+Address FakeTorch::room_in(Address base, const Segment& segment, Bytes bytes) {
+  for (Address gap = base;; gap += segment.page) {
+    SH_CHECK(gap < base + segment.bytes);
+    if (segment.pages.contains(gap)) {
+      continue;
+    }
+    Address begin = gap;
+    if (auto before = chunks_.lower_bound(gap); before != chunks_.begin()) {
+      --before;
+      const bool ends_here = before->first + before->second.bytes == gap;
+      begin =
+          ends_here && before->second.segment == base && !before->second.used ? before->first : gap;
+    }
+    Bytes have = 0;
+    while (have < bytes && begin + have < base + segment.bytes) {
+      const auto chunk = chunks_.find(begin + have);
+      if (chunk != chunks_.end() && chunk->second.used) {
+        break;
+      }
+      have += chunk != chunks_.end() ? chunk->second.bytes : segment.page;
+    }
+    if (have >= bytes) {
+      return begin;
+    }
+  }
+}
+
+bool FakeTorch::map_pages(Address base, Address first, Bytes bytes) {
+  Segment& segment = segments_.at(base);
+  const driver::AllocationProp prop;
+  const driver::AccessDesc access;
+  Bytes done = 0;
+  for (; done < bytes; done += segment.page) {
+    driver::PhysicalHandle handle = 0;
+    if (table_.mem_create(&handle, segment.page, &prop, 0) != driver::kSuccess) {
+      break;
+    }
+    if (table_.mem_map(first + done, segment.page, 0, handle, 0) != driver::kSuccess ||
+        table_.mem_set_access(first + done, segment.page, &access, 1) != driver::kSuccess) {
+      std::abort();
+    }
+    segment.pages[first + done] = handle;
+  }
+  if (done < bytes) {  // all or nothing
+    for (Bytes at = 0; at < done; at += segment.page) {
+      table_.mem_unmap(first + at, segment.page);
+      table_.mem_release(segment.pages.at(first + at));
+      segment.pages.erase(first + at);
+    }
+    return false;
+  }
+  tell(CacheEvent::mapped, first, bytes, base);
+  join_free(chunks_.emplace(first, Chunk{bytes, false, base, 0, {}}).first);
+  return true;
+}
+
+// unmap_block: the whole pages of free memory.
+void FakeTorch::unmap_pages(Address base, Chunks::iterator free) {
+  Segment& segment = segments_.at(base);
+  const Address begin = free->first;
+  const Address end = begin + free->second.bytes;
+  const Address first = base + round_up(begin - base, segment.page);
+  const Address last = base + (end - base) / segment.page * segment.page;
+  if (first >= last) {
+    return;
+  }
+  tell(CacheEvent::unmapped, first, last - first, base);
+  for (Address at = first; at < last; at += segment.page) {
+    table_.mem_unmap(at, segment.page);
+    table_.mem_release(segment.pages.at(at));
+    segment.pages.erase(at);
+  }
+  chunks_.erase(free);
+  if (begin < first) {
+    chunks_[begin] = {first - begin, false, base, 0, {}};
+  }
+  if (last < end) {
+    chunks_[last] = {end - last, false, base, 0, {}};
+  }
 }
 
 void FakeTorch::free(Address address) {
@@ -237,9 +370,14 @@ void FakeTorch::free(Address address) {
 void FakeTorch::free_now(Chunks::iterator chunk) {
   chunk->second.used = false;
   tell(CacheEvent::freed, chunk->first, chunk->second.requested, chunk->second.segment);
+  join_free(chunk);
+}
+
+void FakeTorch::join_free(Chunks::iterator chunk) {
   const auto join = [&](Chunks::iterator one, Chunks::iterator two) {
     if (two != chunks_.end() && !one->second.used && !two->second.used &&
-        one->second.segment == two->second.segment) {
+        one->second.segment == two->second.segment &&
+        one->first + one->second.bytes == two->first) {
       one->second.bytes += two->second.bytes;
       chunks_.erase(two);
     }
@@ -284,6 +422,10 @@ void FakeTorch::release_wholly_free(const std::function<bool(const Segment&)>& w
   process_events();
   for (auto segment = segments_.begin(); segment != segments_.end();) {
     const auto [address, of] = *segment;
+    if (of.page != 0) {
+      segment = which(of) ? shrink(segment) : std::next(segment);
+      continue;
+    }
     const Chunk& first = chunks_.at(address);
     if (first.used || first.bytes != of.bytes || !which(of)) {
       ++segment;
@@ -302,12 +444,35 @@ void FakeTorch::release_wholly_free(const std::function<bool(const Segment&)>& w
   }
 }
 
+// Gives back the free pages; the addresses too where no page is left. Returns the next segment.
+FakeTorch::Segments::iterator FakeTorch::shrink(Segments::iterator segment) {
+  const Address base = segment->first;
+  const Address end = base + segment->second.bytes;
+  for (auto chunk = chunks_.lower_bound(base); chunk != chunks_.end() && chunk->first < end;) {
+    const auto next = std::next(chunk);
+    if (!chunk->second.used) {
+      unmap_pages(base, chunk);
+    }
+    chunk = next;
+  }
+  if (!segment->second.pages.empty()) {
+    return std::next(segment);
+  }
+  table_.address_free(base, segment->second.bytes);
+  return segments_.erase(segment);
+}
+
 void FakeTorch::tell_all(const std::function<void()>& meanwhile) {
   std::vector<CacheEvent> known;
   {
     const RecursiveLock lock(mutex_);
     for (const auto& [address, segment] : segments_) {
-      known.push_back(event(CacheEvent::segment, address, segment.bytes, address));
+      if (segment.page == 0) {
+        known.push_back(event(CacheEvent::segment, address, segment.bytes, address));
+      }
+      for (const auto& [page, handle] : segment.pages) {
+        known.push_back(event(CacheEvent::mapped, page, segment.page, address));
+      }
     }
     for (const auto& [address, chunk] : chunks_) {
       if (chunk.used) {
@@ -327,7 +492,7 @@ Bytes FakeTorch::reserved() {
   const RecursiveLock lock(mutex_);
   Bytes all = 0;
   for (const auto& [address, segment] : segments_) {
-    all += segment.bytes;
+    all += segment.mapped();
   }
   return all;
 }
@@ -366,7 +531,8 @@ std::string FakeTorch::differs(CacheMap& cache) {
     const Segment& segment = segments_.at(chunk.segment);
     Bytes& largest = holes[{segment.stream, segment.pool}];
     largest = std::max(largest, chunk.used || segment.small ? 0 : chunk.bytes);
-    if (!chunk.used && chunk.bytes == segment.bytes && segment.pool == kDefaultPool) {
+    const bool whole = segment.page != 0 || chunk.bytes == segment.bytes;
+    if (!chunk.used && whole && segment.pool == kDefaultPool) {
       releasable += chunk.bytes;
     }
   }

@@ -2,7 +2,9 @@
 // the real one: the TorchSide of native tests. Segments are simulated device memory; blocks are
 // cut, joined and found again by torch's own rules (c10's CUDACachingAllocator); memory that is
 // freed is handed out again at once, in the order of its stream, so that a wait which is missing
-// shows up as a hazard of the simulator's or as wrong bytes.
+// shows up as a hazard of the simulator's or as wrong bytes. With `expandable`, each stream of a
+// pool of the driver's memory has one segment for small and one for large blocks, which grow and
+// shrink by pages.
 //
 // One at a time: TorchSide is a table of plain functions.
 #pragma once
@@ -47,6 +49,7 @@ class FakeTorch {
   // The block is reused only once what `stream` has queued when it is freed is done.
   void record_stream(const Storage* storage, driver::Stream stream);
   bool release_cached();
+  bool expandable = false;            // from the first request on
   std::atomic<bool> blocked{false};   // as torch is while it records a history
   std::atomic<double> fraction{1.0};  // what the engine has set; nothing here keeps to it
   // From here on this thread allocates from that pool. Segments of those named by `use_segments`
@@ -74,9 +77,13 @@ class FakeTorch {
     driver::Stream stream = nullptr;
     TorchPool pool{};
     bool small = false;
-    driver::PhysicalHandle handle = 0;  // 0: of the runtime's
+    driver::PhysicalHandle handle = 0;  // 0: of the runtime's, or expandable
+    Bytes page = 0;                     // of an expandable one, whose `bytes` are addresses
+    std::map<Address, driver::PhysicalHandle> pages;
+
+    Bytes mapped() const { return page != 0 ? page * pages.size() : bytes; }
   };
-  struct Chunk {
+  struct Chunk {  // a block, or free memory
     Bytes bytes = 0;
     bool used = false;
     Address segment = 0;
@@ -88,14 +95,23 @@ class FakeTorch {
     std::vector<driver::Event> events;
   };
   using Chunks = std::map<Address, Chunk>;
+  using Segments = std::map<Address, Segment>;
   using RecursiveLock = std::lock_guard<std::recursive_mutex>;
 
   bool allocate(Bytes bytes, driver::Stream stream, bool quiet, Address* address);
   Chunks::iterator best_fit(Bytes bytes, driver::Stream stream, TorchPool pool);
   bool grow(Bytes bytes, driver::Stream stream, TorchPool pool);
+  bool expand(Bytes bytes, driver::Stream stream, TorchPool pool);
+  // Where in the segment that many free and unmapped bytes begin, the lowest that ends unmapped.
+  Address room_in(Address base, const Segment& segment, Bytes bytes);
+  bool map_pages(Address base, Address first, Bytes bytes);
+  void unmap_pages(Address base, Chunks::iterator free);
+  bool ours(TorchPool pool) const;  // its segments come from the runtime
   void free(Address address);
   void free_now(Chunks::iterator chunk);
+  void join_free(Chunks::iterator chunk);
   void process_events();
+  Segments::iterator shrink(Segments::iterator segment);
   void release_wholly_free(const std::function<bool(const Segment&)>& which);
   CacheEvent event(CacheEvent::Kind kind, Address address, Bytes bytes, Address segment);
   void tell(CacheEvent::Kind kind, Address address, Bytes bytes, Address segment);
@@ -105,7 +121,7 @@ class FakeTorch {
   CacheMap& cache_;
   const bool triggers_;
   std::recursive_mutex mutex_;  // torch's
-  std::map<Address, Segment> segments_;
+  Segments segments_;
   Chunks chunks_;
   std::vector<Pending> pending_;
   std::vector<TorchPool> segment_pools_;

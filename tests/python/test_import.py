@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import stagehand_alloc
+from stagehand_alloc import _doctor
 
 PUBLIC = {
     *("allocator", "pool", "keep", "stats", "reset_peak_stats", "load_config"),
@@ -67,6 +68,14 @@ def test_doctor_runs_without_a_gpu_and_names_what_would_work(run_fresh: Callable
     assert "No CUDA driver was found" in done.stdout
     for name in ("pinned memory", "NUMA"):
         assert f"\n{name:<16} " in done.stdout
+
+
+def test_doctor_says_which_segments_native_mode_has_to_work_with() -> None:
+    assert _doctor._segments({}).startswith("not expandable")
+    assert _doctor._segments({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}).startswith("not")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = {name: "max_split_size_mb:512, expandable_segments:True"}
+        assert _doctor._segments(settings).startswith("expandable")
 
 
 def test_doctor_survives_anything_missing(run_fresh: Callable[..., Any]) -> None:
