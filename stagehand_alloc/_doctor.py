@@ -131,8 +131,8 @@ def _cache_folder() -> str:
 
 
 def _segments(environment: Mapping[str, str] = os.environ) -> str:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    settings = ",".join(environment.get(name, "") for name in names)
+    older = environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = environment.get("PYTORCH_ALLOC_CONF", older)
     if "expandable_segments:true" in settings.lower().replace(" ", ""):
         return "expandable, as is best for mode native"
     return (

@@ -6,7 +6,6 @@
 namespace stagehand::core {
 
 namespace {
-constexpr Bytes kSmallBuffer = 2_MiB;
 constexpr Bytes kLargeBuffer = 20_MiB;
 constexpr Bytes kMinLargeAlloc = 10_MiB;
 constexpr Bytes kRoundLarge = 2_MiB;
@@ -21,6 +20,12 @@ Bytes CacheMap::growth_for(Bytes request) {
     return round_up(request, kLargeBuffer);
   }
   return request < kMinLargeAlloc ? kLargeBuffer : round_up(request, kRoundLarge);
+}
+
+Bytes CacheMap::whole_pages(Bytes begin, Bytes end) {
+  const Bytes first = round_up(begin, kLargeBuffer);
+  const Bytes last = end / kLargeBuffer * kLargeBuffer;
+  return last - std::min(first, last);
 }
 
 Bytes CacheMap::small_growth() {
@@ -227,7 +232,8 @@ void CacheMap::allocate(const CacheEvent& event) {
   if (found != segments_.end() && !found->second.small) {
     after = lives_.lower_bound(event.address);
     hole_around(found->second, found->first, after, &begin, &end);
-    // torch cuts off only what is worth a block of its own; where it makes expandable segments, all.
+    // torch cuts off only what is worth a block of its own; where it makes expandable segments,
+    // all.
     const Bytes left = end - std::min(event.address + bytes, end);
     bytes += left <= kSmallLimit && !expandable_ ? left : 0;
   }
@@ -390,18 +396,19 @@ void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
     }
     Address at = base;
     const Address end = base + segment.bytes;
-    const bool mine = segment.owner == owner;
-    const bool releasable = segment.releasable();
+    const auto add = [&](Bytes bytes, bool hole) {
+      stretches->push_back({at, bytes, hole, at == base, segment.owner == owner,
+                            segment.releasable(), segment.expandable});
+      at += bytes;
+    };
     for (auto live = lives_.lower_bound(base); live != lives_.end() && live->first < end; ++live) {
       if (live->first > at) {
-        stretches->push_back({at, live->first - at, true, at == base, mine, releasable});
+        add(live->first - at, true);
       }
-      stretches->push_back(
-          {live->first, live->second, false, live->first == base, mine, releasable});
-      at = live->first + live->second;
+      add(live->second, false);
     }
     if (at < end) {
-      stretches->push_back({at, end - at, true, at == base, mine, releasable});
+      add(end - at, true);
     }
   }
 }

@@ -21,7 +21,8 @@ namespace stagehand::core {
 
 class CacheMap {
  public:
-  struct Owner {  // of a block
+  static constexpr Bytes kSmallBuffer = 2_MiB;  // c10: a segment of small blocks, or its page
+  struct Owner {                                // of a block
     driver::Stream stream = nullptr;
     std::array<std::uint64_t, 2> pool{};  // torch's MempoolId_t; {0, 0} is the default pool
 
@@ -41,7 +42,8 @@ class CacheMap {
     bool hole = false;
     bool begins_segment = false;
     bool of_owner = false;    // of the owner asked for
-    bool releasable = false;  // its segment goes back to the driver once it is wholly free
+    bool releasable = false;  // its segment goes back to the driver once it is wholly free,
+    bool by_pages = false;    // or, expandable, each whole page of it
   };
 
   void apply(const CacheEvent& event);
@@ -89,6 +91,8 @@ class CacheMap {
   // What segments of small blocks grow by until they are what they were at most in the last two
   // steps.
   Bytes small_growth();
+  // The whole pages of an expandable segment for large blocks between two offsets in it.
+  static Bytes whole_pages(Bytes begin, Bytes end);
 
  private:
   struct Segment {

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -241,7 +242,7 @@ class Runtime {
   void leave_later(Lock& lock);
   bool wait_for_copy(Lock& lock, Record& record);
   Bytes trim_torch();
-  Bytes release_cached();
+  std::optional<Bytes> release_cached();
   Bytes can_release(Bytes free_segments) const;
   void want_limit(Bytes limit);
   void apply_limit();

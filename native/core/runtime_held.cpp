@@ -45,23 +45,23 @@ Runtime::Departing::~Departing() {
     side.drop(storage);
   }
   if (std::exchange(t_release, false)) {
-    runtime_.release_cached();
+    const std::optional<Bytes> released = runtime_.release_cached();
+    Lock lock(runtime_.mutex_);
+    runtime_.release_failed_ |= released == Bytes{0};
   }
   if (runtime_.limit_turn_.load(std::memory_order_acquire) != runtime_.limit_applied_) {
     runtime_.apply_limit();
   }
 }
 
-// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
-// gives nothing back then: victims serve instead, until the next pool entry.
-Bytes Runtime::release_cached() {
+// Nothing where another thread is at it.
+std::optional<Bytes> Runtime::release_cached() {
   const Bytes before = cache_->usage().reserved;
-  const bool asked = held_->side().release_cached();  // not where another thread is at it
+  const bool asked = held_->side().release_cached();
   const Bytes released = before - std::min(before, cache_->usage().reserved);
   Lock lock(mutex_);
   ++counters_.host_waits;
-  release_failed_ = asked && released == 0;
-  return released;
+  return asked ? std::optional(released) : std::nullopt;
 }
 
 void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
@@ -389,20 +389,26 @@ bool Runtime::missed(driver::Stream stream) {
   return !t_departing.empty() || t_release;
 }
 
-// torch's cache as choose_window sees it, in `candidates_`. Returns the bytes of segments in which
-// nothing would be left.
+// torch's cache as choose_window sees it, in `candidates_`. Returns the bytes that torch can give
+// back once what departs is gone: segments in which nothing is left, and free pages.
 Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
   cache_->walk(owner, &stretches_);
   candidates_.clear();
   candidate_blocks_.clear();
-  Bytes whole = 0;  // of all segments before
-  Bytes idle = 0;   // of this one, as long as nothing else is in it
-  bool only_idle = false;
-  for (const CacheMap::Stretch& stretch : stretches_) {
+  Bytes free = 0;
+  Bytes at = 0;         // in the segment
+  Bytes run_begin = 0;  // of what is idle up to there
+  const auto end_run = [&](const CacheMap::Stretch& last, bool ends_segment) {
+    if (last.releasable && last.by_pages) {
+      free += CacheMap::whole_pages(run_begin, at);
+    } else if (last.releasable && ends_segment && run_begin == 0) {
+      free += at;
+    }
+  };
+  for (std::size_t i = 0; i < stretches_.size(); ++i) {
+    const CacheMap::Stretch& stretch = stretches_[i];
     if (stretch.begins_segment) {
-      whole += only_idle ? idle : 0;
-      idle = 0;
-      only_idle = stretch.releasable;
+      at = run_begin = 0;
       candidates_.push_back({Candidate::Kind::wall});
       candidate_blocks_.push_back(nullptr);
     }
@@ -413,11 +419,19 @@ Bytes Runtime::look_at_cache(const CacheMap::Owner& owner) {
     const bool is_idle = stretch.hole || departs;
     candidates_.push_back(stretch.of_owner ? candidate(block, stretch.bytes, is_idle, true)
                                            : Candidate{Candidate::Kind::wall, stretch.bytes});
-    idle += is_idle ? stretch.bytes : 0;
-    only_idle = only_idle && is_idle;
     candidate_blocks_.push_back(block);
+    const bool last = i + 1 == stretches_.size() || stretches_[i + 1].begins_segment;
+    if (!is_idle) {
+      end_run(stretch, false);
+    }
+    at += stretch.bytes;
+    if (!is_idle) {
+      run_begin = at;
+    } else if (last) {
+      end_run(stretch, true);
+    }
   }
-  return whole + (only_idle ? idle : 0);
+  return free;
 }
 
 // Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
@@ -437,8 +451,10 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
     if (request > kSmallLimit) {
       window = choose_window(candidates_, request);
     }
-    if (window.found && window.victims == 0 && !t_departing.empty()) {
-      return;
+    if (window.found && window.victims == 0 &&
+        (!t_departing.empty() || (cache_->small_growth() > 0 &&
+                                  fits_under(counters_.mapped, CacheMap::kSmallBuffer, roof)))) {
+      return;  // the hole is there; where it was, what torch lacks is a small segment
     }
     Bytes missing = 0;
     Evicted result = Evicted::none;
@@ -462,6 +478,8 @@ void Runtime::make_hole(Lock& lock, Bytes request, const CacheMap::Owner& owner,
   }
 }
 
+// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
+// gives nothing back then: victims serve instead, until the next pool entry.
 Bytes Runtime::can_release(Bytes free_segments) const {
   return release_failed_ || torch_pool_thread_ != std::thread::id{} ? 0 : free_segments;
 }
@@ -556,7 +574,7 @@ bool Runtime::wait_for_copy(Lock& lock, Record& record) {
 }
 
 Bytes Runtime::trim_torch() {
-  const Bytes released = release_cached();
+  const Bytes released = release_cached().value_or(0);
   Lock lock(mutex_);  // and what MemPools gave back
   const bool some = segments_ != nullptr && segments_->has_free_piece();
   return released + (some && wait_for_gpu(lock) ? segments_->trim(0) : 0);

@@ -145,6 +145,8 @@ TEST("blocks of small segments are counted, and neither holes nor walked") {
 TEST("what is known and what happens meanwhile make one picture") {
   Map map;
   map.segment(512_MiB, 4_MiB);  // of before: told again below, or gone
+  map.segment(600_MiB, 2_MiB);
+  map.begin_step();
   map.snapshot();
   map.alloc(2_MiB, 4_MiB);  // after the snapshot: into what is told next
   map.freed(0, 2_MiB);
@@ -157,6 +159,7 @@ TEST("what is known and what happens meanwhile make one picture") {
   CHECK_EQ(map.usage().reserved, 40_MiB);
   CHECK_EQ(map.usage().allocated, 4_MiB);
   CHECK_EQ(map.releasable(), 20_MiB);
+  CHECK_EQ(map.small_growth(), 2_MiB);
   CHECK_EQ(map.take_largest_request(), 0);  // nobody asked for what was there
   map.alloc(64_MiB, 8_MiB);
   CHECK_EQ(map.walked(), "[.2 m4 .14 [m8 .12 ");
@@ -240,6 +243,28 @@ TEST("neighbours that are not one expandable segment stay apart") {
   CHECK_EQ(map.walked(), "[.20? [.20 ");
   map.segment(40_MiB, 20_MiB);
   CHECK_EQ(map.walked(), "[.20? [.20 [.20 ");
+}
+
+TEST("expandable segments of small and of large blocks side by side stay apart") {
+  Map map;
+  map.mapped(0, 20_MiB);
+  map.mapped(20_MiB, 2_MiB);
+  map.mapped(22_MiB, 2_MiB);
+  map.mapped(24_MiB, 20_MiB);
+  CHECK_EQ(map.walked(), "[.20 [.20 ");
+  map.unmapped(20_MiB, 4_MiB);  // several pages at once
+  CHECK_EQ(map.walked(), "[.20 [.20 ");
+  CHECK_EQ(map.usage().reserved, 40_MiB);
+  CHECK_EQ(map.releasable(), 40_MiB);
+  CHECK_EQ(map.hole(), 20_MiB);
+}
+
+TEST("whole pages lie between two offsets where both ends of each do") {
+  CHECK_EQ(CacheMap::whole_pages(0, 60_MiB), 60_MiB);
+  CHECK_EQ(CacheMap::whole_pages(1, 60_MiB), 40_MiB);
+  CHECK_EQ(CacheMap::whole_pages(20_MiB, 60_MiB - 1), 20_MiB);
+  CHECK_EQ(CacheMap::whole_pages(25_MiB, 39_MiB), 0);
+  CHECK_EQ(CacheMap::whole_pages(25_MiB, 45_MiB), 0);
 }
 
 TEST("growth above the mark is counted to the byte, and what was above it before is not") {

@@ -263,6 +263,24 @@ TEST("wholly free segments go back to the driver where a request fits in none of
   rig.verify_empty();
 }
 
+TEST("a trim that finds nothing does not keep segments from going back at a miss after it") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  for (int at = 0; at < 3; ++at) {
+    const Bytes before = rig.counters().overshoot_bytes;
+    rig.budget(64_MiB, 40_MiB);
+    rig.runtime->trim(0);
+    const SavedTensor saved = rig.retain(kHeldBlock, s);
+    rig.runtime->trim(0);
+    rig.drop(rig.make(30_MiB, s));
+    rig.drop(rig.make(40_MiB, s));
+    rig.runtime->clear_budget();
+    CHECK(at == 0 || rig.counters().overshoot_bytes == before);
+    rig.back(saved, s);
+  }
+  rig.verify_empty();
+}
+
 TEST("nothing is let go of at a miss while any stream is captured into a graph") {
   HeldRig rig;
   const driver::Stream s = rig.stream();
@@ -413,6 +431,57 @@ TEST("what large requests leave below high has room for as many small segments a
   }
   CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
   CHECK(rig.torch.reserved_peak() > 140_MiB);  // in the first step
+  rig.verify_empty();
+}
+
+TEST("a small request takes no segment back from the large one that is expected") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  for (int at = 0; at < 4; ++at) {
+    rig.runtime->trim(0);
+    rig.budget(200_MiB, 190_MiB);
+    const SavedTensor saved = rig.retain(kHeldBlock, s);
+    rig.drop(rig.make(100_MiB, s));
+    const std::uint64_t waits = rig.counters().host_waits;
+    std::vector<HeldTensor> small;
+    for (int i = 0; i < 8; ++i) {
+      small.push_back(rig.make(1_MiB, s));
+    }
+    CHECK(at == 0 || rig.torch.reserved() == kHeldSegment + 100_MiB + 8_MiB);
+    CHECK(at == 0 || rig.counters().host_waits == waits);
+    CHECK(rig.resident(saved));
+    for (const HeldTensor& one : small) {
+      rig.drop(one);
+    }
+    rig.runtime->clear_budget();
+    rig.back(saved, s);
+  }
+  CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
+  rig.verify_empty();
+}
+
+TEST("free pages of an expandable segment go back where a request finds no room between blocks") {
+  HeldRig rig;
+  rig.torch.expandable = true;
+  const driver::Stream s = rig.stream();
+  for (int at = 0; at < 4; ++at) {
+    const Bytes before = rig.counters().overshoot_bytes;
+    rig.runtime->trim(0);
+    rig.budget(150_MiB, 140_MiB);
+    const SavedTensor saved = rig.retain(kHeldBlock, s);
+    const HeldTensor left = rig.make(60_MiB, s);
+    const HeldTensor stays = rig.make(12_MiB, s);
+    const HeldTensor right = rig.make(60_MiB, s);
+    rig.drop(left);
+    rig.drop(right);
+    const HeldTensor large = rig.make(100_MiB, s);
+    CHECK(at == 0 || rig.counters().overshoot_bytes == before);
+    rig.drop(large);
+    rig.drop(stays);
+    rig.runtime->clear_budget();
+    rig.back(saved, s);
+  }
+  CHECK_EQ(rig.runtime->plan_state(), PlanState::following);
   rig.verify_empty();
 }
 

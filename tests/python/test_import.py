@@ -76,6 +76,8 @@ def test_doctor_says_which_segments_native_mode_has_to_work_with() -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         settings = {name: "max_split_size_mb:512, expandable_segments:True"}
         assert _doctor._segments(settings).startswith("expandable")
+    settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
+    assert _doctor._segments(settings).startswith("not expandable")
 
 
 def test_doctor_survives_anything_missing(run_fresh: Callable[..., Any]) -> None:
