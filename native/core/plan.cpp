@@ -137,6 +137,7 @@ void Plan::live(Bytes bytes) {
 
 void Plan::requested(Bytes largest) {
   if (now_ != nullptr) {
+    now_->seen.largest_request = std::max(now_->seen.largest_request, largest);
     now_->seen.requests.resize(now_->seen.entries.size() + now_->seen.by_use.size() + 1, 0);
     now_->seen.requests.back() = std::max(now_->seen.requests.back(), largest);
   }

@@ -52,6 +52,8 @@ class Plan {
   // What that will be when the next one is, by the last two such steps. Where they asked for
   // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
+  // The largest so far in this step.
+  Bytes largest_request() const { return now_ != nullptr ? now_->seen.largest_request : 0; }
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
@@ -96,6 +98,7 @@ class Plan {
     std::vector<Entry> entries;
     std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
     std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
+    Bytes largest_request = 0;
     // The largest before the n-th record saved or asked for; in the step, and in the one before.
     std::vector<Bytes> requests;
     std::vector<Bytes> requests_before;

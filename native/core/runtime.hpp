@@ -318,6 +318,7 @@ class Runtime {
   std::atomic<std::uint64_t> limit_turn_{0};     // goes up with what is wanted
   std::atomic<std::uint64_t> limit_applied_{0};  // the turn that torch was told last
   bool release_failed_ = false;                  // torch gave nothing back when asked last
+  Bytes over_at_entry_ = 0;                      // overshoot bytes when the pool was entered
   bool start_anew_ = false;  // the next pool entry gives torch's free segments back
   Bytes live_retained_ = 0;  // retained at the last refresh
   std::vector<CacheMap::Stretch> stretches_;  // scratch of look_at_cache

@@ -89,6 +89,7 @@ void Runtime::set_budget(const Budget& budget) {
         cache_->forget_kept();
       }
       refresh();
+      over_at_entry_ = counters_.overshoot_bytes;
       const bool spare = segments_ != nullptr && segments_->has_free_piece();
       const bool anew = std::exchange(start_anew_, false);
       if ((counters_.mapped <= target && !anew) || (cache_->releasable() == 0 && !spare)) {

@@ -365,9 +365,13 @@ bool Runtime::missed(driver::Stream stream) {
   ++counters_.misses;
   refresh();
   poll_owners(watched_.size());
-  const Bytes request = t_request != 0 ? t_request : plan_.expected_request();
-  const Bytes growth = request != 0 ? cache_->growth_for(request) + room_for_small()
-                                    : std::max(budget_.high - budget_.low, kUnknownRequest);
+  const Bytes known = t_request != 0 ? t_request : plan_.expected_request();
+  // Once over `high` in a step that is not known, not again for what it asked for already.
+  const bool over = counters_.overshoot_bytes > over_at_entry_;
+  const Bytes request = known == 0 && over ? plan_.largest_request() : known;
+  const Bytes between = std::max(budget_.high - budget_.low, kUnknownRequest);
+  const Bytes growth = std::max(known == 0 ? between : 0,
+                                request != 0 ? cache_->growth_for(request) + room_for_small() : 0);
   Bytes roof = ceiling();
   if (fits_under(counters_.mapped, growth, roof)) {
     // Others use the device too, and torch asks only once.
@@ -380,10 +384,11 @@ bool Runtime::missed(driver::Stream stream) {
       return !t_departing.empty();
     }
   }
+  if (known == 0) {
+    evict_down(lock);
+  }
   if (request != 0) {
     make_hole(lock, request, owner_here(stream), roof);
-  } else {
-    evict_down(lock);
   }
   seal(lock);
   return !t_departing.empty() || t_release;

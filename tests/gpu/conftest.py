@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,5 +56,11 @@ def check_books() -> None:
     gc.collect()
     torch.cuda.synchronize()
     after = stagehand_alloc.stats()
+    # autograd's thread still holds the node it was at when backward raises here.
+    for _ in range(100):
+        if after.records == 0:
+            break
+        time.sleep(0.05)
+        after = stagehand_alloc.stats()
     assert (after.records, after.handles, after.retained) == (0, 0, 0)
     assert _native.check_invariants(0) == ""

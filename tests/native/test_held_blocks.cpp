@@ -434,6 +434,24 @@ TEST("what large requests leave below high has room for as many small segments a
   rig.verify_empty();
 }
 
+TEST("a step that is not known goes over high for a request, and not again for another like it") {
+  HeldRig rig({.classes = {{kHeldBlock}, {32}}, .host_limit = 256_MiB});
+  const driver::Stream s = rig.stream();
+  rig.budget(120_MiB, 110_MiB);
+  std::vector<SavedTensor> saved = rig.retain_many(20, kHeldBlock, s);
+  const HeldTensor first = rig.make(50_MiB, s);
+  CHECK_EQ(rig.counters().overshoot_bytes, 10_MiB);
+  rig.look(s);
+  const Bytes over = rig.counters().overshoot_bytes;
+  const HeldTensor second = rig.make(50_MiB, s);
+  CHECK_EQ(rig.counters().overshoot_bytes, over);
+  CHECK_EQ(rig.runtime->plan_state(), PlanState::learning);
+  rig.drop(first);
+  rig.drop(second);
+  rig.back_all(saved, s);
+  rig.verify_empty();
+}
+
 TEST("a small request takes no segment back from the large one that is expected") {
   HeldRig rig;
   const driver::Stream s = rig.stream();
