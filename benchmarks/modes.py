@@ -300,21 +300,19 @@ def no_pressure_rows(measured: Measured) -> list[Row]:
 
 def budget_rows(measured: Measured, phase: str) -> list[Row]:
     label, rows = LABELS[phase], []
-    base, native = key_of("allocator", phase), key_of("native", phase)
+    base = key_of("allocator", phase)
     for name in ("native", "native_expandable", "mempool", "native_no_trigger"):
         key = key_of(name, phase)
         if {key, base} <= measured.wall_ms.keys():
             bar = 1.05 if name == "native" else None
             claim = f"{label}: step time / the process allocator, {AROUND.get(name, name)}"
             rows.append(Row(claim, measured.ratio(key, base), at_most=bar))
-    if native in measured.memory:
-        claim = f"{label}: bytes over high in planned steps, native"
-        rows.append(Row(claim, measured.over_high(native), at_most=0))
-    for name in SETTINGS:
+    for name in ("native", *SETTINGS):
         key = key_of(name, phase)
         if key in measured.memory:
+            bar = 0 if name == "native" else None
             claim = f"{label}: bytes over high in planned steps, {AROUND.get(name, name)}"
-            rows.append(Row(claim, measured.over_high(key)))
+            rows.append(Row(claim, measured.over_high(key), at_most=bar))
     for name, around in {"allocator": "allocator", **AROUND}.items():
         key = key_of(name, phase)
         if key in measured.life:

@@ -64,6 +64,12 @@ class HeldRig : public CoreRig {
     CHECK_EQ(stagehand_sim_check(on, tensor.address(), tensor.bytes, tensor.seed), 0);
   }
   void drop(const HeldTensor& tensor) { torch.drop(tensor.storage); }
+  void drop_all(std::vector<HeldTensor>& tensors) {
+    for (const HeldTensor& tensor : tensors) {
+      drop(tensor);
+    }
+    tensors.clear();
+  }
 
   // The pack hook, as entry/hooks.cpp does it.
   SavedTensor try_save(const HeldTensor& tensor, driver::Stream on) {

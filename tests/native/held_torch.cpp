@@ -180,6 +180,26 @@ FakeTorch::Chunks::iterator FakeTorch::best_fit(Bytes bytes, driver::Stream stre
   return best;
 }
 
+void FakeTorch::map_at(Address address, Bytes bytes, driver::PhysicalHandle handle) {
+  const driver::AccessDesc access;
+  if (table_.mem_map(address, bytes, 0, handle, 0) != driver::kSuccess ||
+      table_.mem_set_access(address, bytes, &access, 1) != driver::kSuccess) {
+    std::abort();  // addresses do not run out
+  }
+}
+
+void FakeTorch::unmap_at(Address address, Bytes bytes, driver::PhysicalHandle handle) {
+  table_.mem_unmap(address, bytes);
+  table_.mem_release(handle);
+}
+
+void FakeTorch::drop_pages(Segment& segment, Address first, Address last) {
+  for (Address at = first; at < last; at += segment.page) {
+    unmap_at(at, segment.page, segment.pages.at(at));
+    segment.pages.erase(at);
+  }
+}
+
 bool FakeTorch::ours(TorchPool pool) const {
   return std::find(segment_pools_.begin(), segment_pools_.end(), pool) != segment_pools_.end();
 }
@@ -203,15 +223,13 @@ bool FakeTorch::grow(Bytes bytes, driver::Stream stream, TorchPool pool) {
     }
   } else {
     const driver::AllocationProp prop;
-    const driver::AccessDesc access;
     if (table_.mem_create(&segment.handle, segment.bytes, &prop, 0) != driver::kSuccess) {
       return false;
     }
-    if (table_.address_reserve(&address, segment.bytes, 0, 0, 0) != driver::kSuccess ||
-        table_.mem_map(address, segment.bytes, 0, segment.handle, 0) != driver::kSuccess ||
-        table_.mem_set_access(address, segment.bytes, &access, 1) != driver::kSuccess) {
+    if (table_.address_reserve(&address, segment.bytes, 0, 0, 0) != driver::kSuccess) {
       std::abort();  // addresses do not run out
     }
+    map_at(address, segment.bytes, segment.handle);
   }
   segments_[address] = segment;
   chunks_[address] = {segment.bytes, false, address, 0, {}};
@@ -295,26 +313,14 @@ Address FakeTorch::room_in(Address base, const Segment& segment, Bytes bytes) {
 bool FakeTorch::map_pages(Address base, Address first, Bytes bytes) {
   Segment& segment = segments_.at(base);
   const driver::AllocationProp prop;
-  const driver::AccessDesc access;
-  Bytes done = 0;
-  for (; done < bytes; done += segment.page) {
+  for (Address at = first; at < first + bytes; at += segment.page) {
     driver::PhysicalHandle handle = 0;
     if (table_.mem_create(&handle, segment.page, &prop, 0) != driver::kSuccess) {
-      break;
+      drop_pages(segment, first, at);  // all or nothing
+      return false;
     }
-    if (table_.mem_map(first + done, segment.page, 0, handle, 0) != driver::kSuccess ||
-        table_.mem_set_access(first + done, segment.page, &access, 1) != driver::kSuccess) {
-      std::abort();
-    }
-    segment.pages[first + done] = handle;
-  }
-  if (done < bytes) {  // all or nothing
-    for (Bytes at = 0; at < done; at += segment.page) {
-      table_.mem_unmap(first + at, segment.page);
-      table_.mem_release(segment.pages.at(first + at));
-      segment.pages.erase(first + at);
-    }
-    return false;
+    map_at(at, segment.page, handle);
+    segment.pages[at] = handle;
   }
   tell(CacheEvent::mapped, first, bytes, base);
   join_free(chunks_.emplace(first, Chunk{bytes, false, base, 0, {}}).first);
@@ -332,11 +338,7 @@ void FakeTorch::unmap_pages(Address base, Chunks::iterator free) {
     return;
   }
   tell(CacheEvent::unmapped, first, last - first, base);
-  for (Address at = first; at < last; at += segment.page) {
-    table_.mem_unmap(at, segment.page);
-    table_.mem_release(segment.pages.at(at));
-    segment.pages.erase(at);
-  }
+  drop_pages(segment, first, last);
   chunks_.erase(free);
   if (begin < first) {
     chunks_[begin] = {first - begin, false, base, 0, {}};
@@ -437,8 +439,7 @@ void FakeTorch::release_wholly_free(const std::function<bool(const Segment&)>& w
     if (of.handle == 0) {
       runtime_.free_segment(address);
     } else {
-      table_.mem_unmap(address, of.bytes);
-      table_.mem_release(of.handle);
+      unmap_at(address, of.bytes, of.handle);
       table_.address_free(address, of.bytes);
     }
   }

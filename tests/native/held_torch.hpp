@@ -104,6 +104,9 @@ class FakeTorch {
   bool expand(Bytes bytes, driver::Stream stream, TorchPool pool);
   // Where in the segment that many free and unmapped bytes begin, the lowest that ends unmapped.
   Address room_in(Address base, const Segment& segment, Bytes bytes);
+  void map_at(Address address, Bytes bytes, driver::PhysicalHandle handle);
+  void unmap_at(Address address, Bytes bytes, driver::PhysicalHandle handle);
+  void drop_pages(Segment& segment, Address first, Address last);
   bool map_pages(Address base, Address first, Bytes bytes);
   void unmap_pages(Address base, Chunks::iterator free);
   bool ours(TorchPool pool) const;  // its segments come from the runtime

@@ -19,7 +19,6 @@ struct Map : CacheMap {
   }
   void segment(Bytes at, Bytes bytes) { apply(event(CacheEvent::segment, at, bytes)); }
   void segment_gone(Bytes at, Bytes bytes) { apply(event(CacheEvent::segment_gone, at, bytes)); }
-  Bytes growth(Bytes request) { return growth_for(request); }
   void mapped(Bytes at, Bytes bytes) { apply(event(CacheEvent::mapped, at, bytes)); }
   void unmapped(Bytes at, Bytes bytes) { apply(event(CacheEvent::unmapped, at, bytes)); }
   void alloc(Bytes at, Bytes bytes) { apply(event(CacheEvent::alloc, at, bytes)); }
@@ -324,12 +323,12 @@ TEST("a block is kept until torch frees it") {
 
 TEST("a request grows the cache by the segment torch asks the driver for") {
   Map map;
-  CHECK_EQ(map.growth(1), 2_MiB);
-  CHECK_EQ(map.growth(1_MiB), 2_MiB);
-  CHECK_EQ(map.growth(1_MiB + 512), 20_MiB);
-  CHECK_EQ(map.growth(10_MiB - 512), 20_MiB);
-  CHECK_EQ(map.growth(10_MiB), 10_MiB);
-  CHECK_EQ(map.growth(21_MiB + 1), 22_MiB);
+  CHECK_EQ(map.growth_for(1), 2_MiB);
+  CHECK_EQ(map.growth_for(1_MiB), 2_MiB);
+  CHECK_EQ(map.growth_for(1_MiB + 512), 20_MiB);
+  CHECK_EQ(map.growth_for(10_MiB - 512), 20_MiB);
+  CHECK_EQ(map.growth_for(10_MiB), 10_MiB);
+  CHECK_EQ(map.growth_for(21_MiB + 1), 22_MiB);
 }
 
 TEST("segments of small blocks are expected to be as many as at most in the last two steps") {
@@ -363,9 +362,9 @@ TEST("segments of small blocks are expected to be as many as at most in the last
 TEST("where segments are expandable a request grows the cache by pages of one") {
   Map map;
   map.mapped(0, 20_MiB);
-  CHECK_EQ(map.growth(1_MiB), 2_MiB);
-  CHECK_EQ(map.growth(10_MiB), 20_MiB);
-  CHECK_EQ(map.growth(21_MiB), 40_MiB);
+  CHECK_EQ(map.growth_for(1_MiB), 2_MiB);
+  CHECK_EQ(map.growth_for(10_MiB), 20_MiB);
+  CHECK_EQ(map.growth_for(21_MiB), 40_MiB);
 }
 
 TEST("an expandable segment of small blocks has no holes, and counts as reserved") {

@@ -423,9 +423,7 @@ TEST("what large requests leave below high has room for as many small segments a
       live.push_back(rig.make(1_MiB, s));  // two to a segment
     }
     CHECK(at == 0 || rig.counters().overshoot_bytes == before);
-    for (const HeldTensor& one : live) {
-      rig.drop(one);
-    }
+    rig.drop_all(live);
     rig.runtime->clear_budget();
     rig.back_all(saved, s);
   }
@@ -468,9 +466,7 @@ TEST("a small request takes no segment back from the large one that is expected"
     CHECK(at == 0 || rig.torch.reserved() == kHeldSegment + 100_MiB + 8_MiB);
     CHECK(at == 0 || rig.counters().host_waits == waits);
     CHECK(rig.resident(saved));
-    for (const HeldTensor& one : small) {
-      rig.drop(one);
-    }
+    rig.drop_all(small);
     rig.runtime->clear_budget();
     rig.back(saved, s);
   }

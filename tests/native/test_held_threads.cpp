@@ -42,9 +42,7 @@ class Worker {
     while (!saved_.empty()) {
       drop_handle();
     }
-    for (const HeldTensor& view : views_) {
-      rig_.drop(view);
-    }
+    rig_.drop_all(views_);
   }
   int refused() const { return refused_; }
 
