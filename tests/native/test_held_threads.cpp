@@ -11,6 +11,9 @@ namespace stagehand::core::test {
 namespace {
 
 constexpr Bytes kSizes[] = {100, 300_KiB, 1_MiB + 512, 2_MiB, 3_MiB};
+// What each worker saves to begin with: more than any budget here that has to bring evictions
+// about, and so it does, however the threads take turns.
+constexpr Bytes kPressing = 27_MiB;
 
 // One thread's random program over its own tensors, on its own stream; `gil` is held where Python
 // would hold it.
@@ -20,12 +23,13 @@ class Worker {
       : rig_(rig), gil_(gil), stream_(rig.stream()), random_(seed) {}
 
   void run(int turns, bool backward_only) {
+    press();
     for (int turn = 0; turn < turns; ++turn) {
       switch (random_() % 6) {
         case 0:
         case 1:
           if (saved_.empty() || !backward_only) {
-            forward();
+            forward(kSizes[random_() % std::size(kSizes)]);
           }
           break;
         case 2:
@@ -33,7 +37,7 @@ class Worker {
           break;
         case 3:
         case 4:
-          unpack();
+          unpack_one();
           break;
         default:
           drop_handle();
@@ -47,8 +51,17 @@ class Worker {
   int refused() const { return refused_; }
 
  private:
-  void forward() {
-    const HeldTensor tensor = rig_.try_make(kSizes[random_() % std::size(kSizes)], stream_);
+  // Under a budget below kPressing at least one of these is evicted, and restored.
+  void press() {
+    for (Bytes saved = 0; saved < kPressing; saved += 3_MiB) {
+      forward(3_MiB);
+    }
+    for (const SavedTensor& saved : saved_) {
+      unpack(saved);
+    }
+  }
+  void forward(Bytes bytes) {
+    const HeldTensor tensor = rig_.try_make(bytes, stream_);
     if (tensor.storage == nullptr) {
       ++refused_;
       return;
@@ -72,11 +85,12 @@ class Worker {
     rig_.check(tensor, stream_);
     rig_.drop(tensor);
   }
-  void unpack() {
-    if (saved_.empty()) {
-      return;
+  void unpack_one() {
+    if (!saved_.empty()) {
+      unpack(saved_[random_() % saved_.size()]);
     }
-    const SavedTensor saved = saved_[random_() % saved_.size()];
+  }
+  void unpack(const SavedTensor& saved) {
     Unpacked again;
     if (rig_.resident(saved)) {
       const std::lock_guard gil(gil_);

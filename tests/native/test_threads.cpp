@@ -1,5 +1,6 @@
 // Several threads on one runtime, and on two devices. Clean under the thread sanitizer.
 #include <atomic>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -10,6 +11,9 @@ namespace stagehand::core::test {
 namespace {
 
 constexpr Bytes kSizes[] = {100, 4096, 100'000, 700_KiB, 2_MiB};
+// What each worker saves to begin with: more than any budget here that has to bring evictions
+// about, and so it does, however the threads take turns.
+constexpr Bytes kPressing = 14_MiB;
 
 // One thread's random program over its own tensors, on its own stream.
 class Worker {
@@ -18,6 +22,7 @@ class Worker {
       : rig_(rig), runtime_(runtime), stream_(stream), random_(seed), tags_(seed << 32) {}
 
   void run(int turns) {
+    press();
     for (int turn = 0; turn < turns; ++turn) {
       switch (random_() % 6) {
         case 0:
@@ -28,7 +33,7 @@ class Worker {
           drop_tensor();
           break;
         case 3:
-          unpack();
+          unpack_one();
           break;
         case 4:
           drop_alias();
@@ -57,23 +62,45 @@ class Worker {
     from.pop_back();
     return kept;
   }
-  void allocate() {
-    Tensor tensor{0, kSizes[random_() % std::size(kSizes)], stream_, ++tags_};
+  // Under a budget below kPressing at least one of these is evicted, and restored.
+  void press() {
+    for (Bytes saved = 0; saved < kPressing; saved += 2_MiB) {
+      if (const std::optional<Tensor> tensor = make(2_MiB)) {
+        save(*tensor);
+      }
+    }
+    for (const Held& held : held_) {
+      unpack(held);
+      drop_alias();
+    }
+  }
+  std::optional<Tensor> make(Bytes bytes) {
+    Tensor tensor{0, bytes, stream_, ++tags_};
     if (runtime_.allocate(tensor.bytes, stream_, 0, &tensor.address) != Status::ok) {
       ++refused_;
-      return;
+      return std::nullopt;
     }
     rig_.fill(tensor, stream_);
-    if (random_() % 3 == 0) {
-      live_.push_back(tensor);
-      return;
-    }
+    return tensor;
+  }
+  void save(const Tensor& tensor) {
     const Saved saved =
         runtime_.save(tensor.address, tensor.address, tensor.address + tensor.bytes);
     if (saved.refusal == Refusal::none) {
       held_.push_back({tensor, saved.record, saved.offset});
     }
     runtime_.free(tensor.address);
+  }
+  void allocate() {
+    const std::optional<Tensor> tensor = make(kSizes[random_() % std::size(kSizes)]);
+    if (!tensor) {
+      return;
+    }
+    if (random_() % 3 == 0) {
+      live_.push_back(*tensor);
+    } else {
+      save(*tensor);
+    }
   }
   void drop_tensor() {
     if (!live_.empty()) {
@@ -82,11 +109,12 @@ class Worker {
       failed_ |= !runtime_.free(tensor.address);
     }
   }
-  void unpack() {
-    if (held_.empty()) {
-      return;
+  void unpack_one() {
+    if (!held_.empty()) {
+      unpack(held_[random_() % held_.size()]);
     }
-    const Held& held = held_[random_() % held_.size()];
+  }
+  void unpack(const Held& held) {
     const Unpacked again = runtime_.unpack(held.record, held.offset, stream_);
     if (again.status != Status::ok) {
       ++refused_;
