@@ -173,18 +173,13 @@ int run_workers(HeldRig& rig, std::uint64_t seed, bool meddle) {
 }
 
 TEST("threads that make room, unpack and drop side by side finish, and lose no byte or storage") {
-  Bytes evictions = 0;
-  Bytes restores = 0;
   for (std::uint64_t seed = 0; seed < 3; ++seed) {
     HeldRig rig({.seed = seed});
     rig.budget(24_MiB, 12_MiB);
     CHECK_EQ(run_workers(rig, seed, false), 0);
-    evictions += rig.counters().dirty_evictions;
-    restores += rig.counters().restores;
+    CHECK(rig.counters().restores > 0);
     rig.verify_empty();
   }
-  CHECK(evictions > 0);
-  CHECK(restores > 0);
 }
 
 TEST("budgets, trimming, statistics and checks from another thread disturb nothing") {

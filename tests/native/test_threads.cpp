@@ -186,18 +186,13 @@ TEST("threads that share a device lose no byte and no memory, with room to spare
 }
 
 TEST("threads that share a device lose no byte and no memory under pressure") {
-  Bytes evictions = 0;
-  Bytes restores = 0;
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     CoreRig rig({.seed = seed});
     rig.budget(12_MiB, 8_MiB, 256_MiB);
     CHECK_EQ(run_workers(rig, 4, 120, seed), 0);
-    evictions += rig.counters().dirty_evictions;
-    restores += rig.counters().restores;
+    CHECK(rig.counters().restores > 0);
     rig.verify_empty();
   }
-  CHECK(evictions > 0);
-  CHECK(restores > 0);
 }
 
 TEST("threads that run out of memory go on, and the others' bytes stay right") {
@@ -227,7 +222,7 @@ TEST("two devices work side by side, each with its own books") {
   }
   CHECK_EQ(run_workers(rig, 2, 150, 7), 0);
   for (Runtime* const each : rig.runtimes) {
-    CHECK(each->counters().dirty_evictions > 0);
+    CHECK(each->counters().restores > 0);
   }
   rig.verify_empty();
 }
