@@ -89,7 +89,7 @@ class Worker {
     if (saved.refusal == Refusal::none) {
       held_.push_back({tensor, saved.record, saved.offset});
     }
-    runtime_.free(tensor.address);
+    CHECK(runtime_.free(tensor.address));
   }
   void allocate() {
     const std::optional<Tensor> tensor = make(kSizes[random_() % std::size(kSizes)]);
@@ -106,7 +106,7 @@ class Worker {
     if (!live_.empty()) {
       const Tensor tensor = pick(live_);
       rig_.check(tensor, stream_);
-      failed_ |= !runtime_.free(tensor.address);
+      CHECK(runtime_.free(tensor.address));
     }
   }
   void unpack_one() {
@@ -143,7 +143,6 @@ class Worker {
   std::vector<Held> held_;
   std::vector<Unpacked> aliases_;
   int refused_ = 0;
-  bool failed_ = false;
 };
 
 // `threads` workers a runtime, started together; returns how many requests were refused.
