@@ -15,14 +15,24 @@ constexpr unsigned kSmallPageShift = 12;
 constexpr unsigned kLargePageShift = 21;
 }  // namespace
 
-Block* BlockNodes::take() {
-  if (spare_.empty()) {
-    return &nodes_.emplace_back();
-  }
-  Block* block = spare_.back();
-  spare_.pop_back();
-  *block = Block{};
-  return block;
+void BlockList::push_back(Block* block) {
+  block->bin_previous = last_;
+  block->bin_next = nullptr;
+  (last_ != nullptr ? last_->bin_next : first_) = block;
+  last_ = block;
+}
+
+void BlockList::push_front(Block* block) {
+  block->bin_previous = nullptr;
+  block->bin_next = first_;
+  (first_ != nullptr ? first_->bin_previous : last_) = block;
+  first_ = block;
+}
+
+void BlockList::remove(Block* block) {
+  (block->bin_previous != nullptr ? block->bin_previous->bin_next : first_) = block->bin_next;
+  (block->bin_next != nullptr ? block->bin_next->bin_previous : last_) = block->bin_previous;
+  block->bin_previous = block->bin_next = nullptr;
 }
 
 Arena::Arena(ArenaKey arena_key, StreamClock& arena_clock, BlockNodes& block_nodes,
@@ -44,6 +54,9 @@ Arena::Arena(ArenaKey arena_key, StreamClock& arena_clock, BlockNodes& block_nod
   first->address = base;
   first->size = reserved;
   first->arena = this;
+  first->clock = &clock;
+  first->small = key.small;
+  holes.push_back(first);
   // Pages of holes are not filled in: a lookup there finds nothing.
 }
 
@@ -75,36 +88,25 @@ void Arena::claim_pages(const Block* range, Block* owner) {
   std::fill(pages_ + begin, pages_ + end, owner);
 }
 
-void Arena::link_evicting(Block* block) {
-  block->bin_previous = evicting_last;
-  block->bin_next = nullptr;
-  (evicting_last != nullptr ? evicting_last->bin_next : evicting_first) = block;
-  evicting_last = block;
-}
-
-void Arena::unlink_evicting(Block* block) {
-  (block->bin_previous != nullptr ? block->bin_previous->bin_next : evicting_first) =
-      block->bin_next;
-  (block->bin_next != nullptr ? block->bin_next->bin_previous : evicting_last) =
-      block->bin_previous;
-  block->bin_previous = block->bin_next = nullptr;
-}
-
 void Arena::set_state(Block* block, BlockState state) {
-  if (block->state == BlockState::free) {
+  const BlockState before = block->state;
+  if (before == BlockState::free) {
     free.remove(block);
-  } else if (block->state == BlockState::evicting) {
-    unlink_evicting(block);
+  } else if (BlockList* list = list_of(before); list != nullptr) {
+    list->remove(block);
   }
-  const bool was_mapped = is_mapped(block->state);
-  block->state = state;
+  idle_bytes -= is_idle(before) ? block->size : 0;
+  block->state.move_to(state);
+  idle_bytes += is_idle(state) ? block->size : 0;
   if (state == BlockState::free) {
     free.insert(block);
   } else if (state == BlockState::evicting) {
-    link_evicting(block);
+    evicting.push_back(block);
+  } else if (state == BlockState::hole) {
+    holes.push_front(block);
   }
-  if (was_mapped != is_mapped(state)) {
-    claim_pages(block, was_mapped ? nullptr : block);
+  if (is_mapped(before) != is_mapped(state)) {
+    claim_pages(block, is_mapped(state) ? block : nullptr);
   }
 }
 
@@ -115,10 +117,13 @@ Block* Arena::split_front(Block* block, Bytes bytes) {
     free.remove(block);
   }
   Block* front = nodes.take();
+  ++blocks;
   front->address = block->address;
   front->size = bytes;
   front->arena = this;
-  front->state = state;
+  front->clock = &clock;
+  front->small = key.small;
+  front->state = block->state;
   front->idle_from = block->idle_from;
   front->fence = block->fence;
   front->previous = block->previous;
@@ -133,8 +138,8 @@ Block* Arena::split_front(Block* block, Bytes bytes) {
   if (state == BlockState::free) {
     free.insert(front);
     free.insert(block);
-  } else if (state == BlockState::evicting) {
-    link_evicting(front);
+  } else if (BlockList* list = list_of(state); list != nullptr) {
+    list->push_front(front);
   }
   return front;
 }
@@ -162,31 +167,26 @@ Block* Arena::merge_with_next(Block* block) {
     kept->next->previous = kept;
   }
   nodes.give(gone);
+  --blocks;
   return kept;
 }
 
 Block* Arena::coalesce(Block* block) {
   const BlockState state = block->state;
   SH_CHECK(state == BlockState::free || state == BlockState::hole);
-  const bool listed = state == BlockState::free;
-  if (listed) {
-    free.remove(block);
-  }
+  const auto unlist = [&](Block* one) {
+    state == BlockState::free ? free.remove(one) : holes.remove(one);
+  };
+  unlist(block);
   if (block->next != nullptr && block->next->state == state) {
-    if (listed) {
-      free.remove(block->next);
-    }
+    unlist(block->next);
     block = merge_with_next(block);
   }
   if (block->previous != nullptr && block->previous->state == state) {
-    if (listed) {
-      free.remove(block->previous);
-    }
+    unlist(block->previous);
     block = merge_with_next(block->previous);
   }
-  if (listed) {
-    free.insert(block);
-  }
+  state == BlockState::free ? free.insert(block) : holes.push_front(block);
   return block;
 }
 

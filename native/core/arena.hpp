@@ -9,20 +9,26 @@
 #include <map>
 #include <vector>
 
-#include "core/block.hpp"
+#include "core/block_nodes.hpp"
 #include "core/free_index.hpp"
 
 namespace stagehand::core {
 
-// Blocks come from here and go back here; addresses of nodes are stable and reused.
-class BlockNodes {
+// A list through the blocks' bin links.
+class BlockList {
  public:
-  Block* take();
-  void give(Block* block) { spare_.push_back(block); }
+  Block* first() const { return first_; }
+  void push_back(Block* block);
+  void push_front(Block* block);
+  void remove(Block* block);
+  void move_to_back(Block* block) {
+    remove(block);
+    push_back(block);
+  }
 
  private:
-  std::deque<Block> nodes_;
-  std::vector<Block*> spare_;
+  Block* first_ = nullptr;
+  Block* last_ = nullptr;
 };
 
 // One cuMemCreate, mapped at one address.
@@ -52,15 +58,17 @@ struct Arena {
   const Bytes reserved;
   Block* first = nullptr;
   FreeIndex free;
-  Block* evicting_first = nullptr;  // oldest first
-  Block* evicting_last = nullptr;
+  BlockList evicting;  // those longest without a look first
+  BlockList holes;     // those made last first
+  Bytes idle_bytes = 0;  // free and evicting
+  std::size_t blocks = 1;
   std::map<Address, Piece> pieces;  // by address; the ones of retiring blocks are not here
-  std::vector<Block*> retiring;
+  std::deque<Block*> retiring;
   bool retired = false;  // served a graph that is gone: given up once it is empty
 
   bool contains(Address address) const { return address - base < reserved; }
   Block* find(Address address) const;
-  // Every change of state goes through here, so that the lists agree with the states.
+  // Every change of a block's state goes through here, so that the lists agree with the states.
   void set_state(Block* block, BlockState state);
   // Cuts `bytes` off the front; the rest keeps the node `block`. Both keep the state.
   Block* split_front(Block* block, Bytes bytes);
@@ -73,8 +81,9 @@ struct Arena {
  private:
   void claim_pages(const Block* range, Block* owner);
   Block* merge_with_next(Block* block);
-  void link_evicting(Block* block);
-  void unlink_evicting(Block* block);
+  BlockList* list_of(BlockState state) {
+    return state == BlockState::evicting ? &evicting : state == BlockState::hole ? &holes : nullptr;
+  }
 
   const unsigned page_shift_;
   Block** pages_ = nullptr;  // lazily backed anonymous memory

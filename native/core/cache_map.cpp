@@ -101,9 +101,16 @@ void CacheMap::add_hole(const Segment& segment, Bytes bytes) {
 
 void CacheMap::remove_hole(const Segment& segment, Bytes bytes) {
   if (bytes > 0 && !segment.small) {
-    auto& sizes = holes_[segment.owner];
+    const auto of_owner = holes_.find(segment.owner);
+    if (of_owner == holes_.end()) {
+      return;
+    }
+    auto& sizes = of_owner->second;
     if (const auto found = sizes.find(bytes); found != sizes.end()) {
       sizes.erase(found);
+    }
+    if (sizes.empty()) {
+      holes_.erase(of_owner);  // its stream or pool may never come again
     }
   }
 }
@@ -295,6 +302,29 @@ void CacheMap::free(const CacheEvent& event) {
   }
 }
 
+CacheMap::Since CacheMap::since() {
+  const Lock lock(mutex_);
+  return {usage_, std::exchange(largest_request_, 0),
+          std::exchange(peak_since_, usage_.allocated)};
+}
+
+CacheMap::Known CacheMap::known_of(Address address) {
+  const Lock lock(mutex_);
+  Known known;
+  if (const auto found = segment_of(address); found != segments_.end()) {
+    known.owner = found->second.owner;
+  }
+  known.young = young_.contains(address);
+  known.kept = !kept_.empty() && kept_.contains(address);
+  return known;
+}
+
+bool CacheMap::has_pool(const std::array<std::uint64_t, 2>& pool) {
+  const Lock lock(mutex_);
+  return std::any_of(segments_.begin(), segments_.end(),
+                     [&](const auto& one) { return one.second.owner.pool == pool; });
+}
+
 CacheMap::Usage CacheMap::usage() {
   const Lock lock(mutex_);
   return usage_;
@@ -398,7 +428,7 @@ void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
     const Address end = base + segment.bytes;
     const auto add = [&](Bytes bytes, bool hole) {
       stretches->push_back({at, bytes, hole, at == base, segment.owner == owner,
-                            segment.releasable(), segment.expandable});
+                            segment.releasable(), segment.expandable, base});
       at += bytes;
     };
     for (auto live = lives_.lower_bound(base); live != lives_.end() && live->first < end; ++live) {

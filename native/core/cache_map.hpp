@@ -9,6 +9,7 @@
 #include <array>
 #include <compare>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <unordered_set>
@@ -44,6 +45,7 @@ class CacheMap {
     bool of_owner = false;    // of the owner asked for
     bool releasable = false;  // its segment goes back to the driver once it is wholly free,
     bool by_pages = false;    // or, expandable, each whole page of it
+    Address segment = 0;      // where its segment begins
   };
 
   void apply(const CacheEvent& event);
@@ -53,6 +55,23 @@ class CacheMap {
   void told();
 
   Usage usage();
+  // What a call of the engine begins with, in one: the usage, the largest request and the most that
+  // was allocated since it was asked last.
+  struct Since {
+    Usage usage;
+    Bytes largest_request = 0;
+    Bytes allocated_peak = 0;
+  };
+  Since since();
+  // What is known of the block at an address, before it is held.
+  struct Known {
+    std::optional<Owner> owner;  // nothing where no segment has it
+    bool young = false;          // handed out since the last step began
+    bool kept = false;
+  };
+  Known known_of(Address address);
+  // Whether any segment is of this pool.
+  bool has_pool(const std::array<std::uint64_t, 2>& pool);
   // Where no events tell.
   void set_usage(Bytes reserved, Bytes allocated);
   void forget_allocated(Bytes bytes);
@@ -104,8 +123,8 @@ class CacheMap {
 
     bool releasable() const { return owner.pool == Owner{}.pool; }
   };
-  using Segments = std::map<Address, Segment>;
-  using Lives = std::map<Address, Bytes>;
+  using Segments = std::pmr::map<Address, Segment>;
+  using Lives = std::pmr::map<Address, Bytes>;
 
   void do_apply(const CacheEvent& event);
   void add_segment(const CacheEvent& event);
@@ -124,16 +143,17 @@ class CacheMap {
 
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
-  Segments segments_;
-  Lives lives_;  // large blocks only
-  std::set<Address> kept_;
-  std::unordered_set<Address> young_;
+  std::pmr::unsynchronized_pool_resource nodes_;  // of all the maps: an event allocates nothing
+  Segments segments_{&nodes_};
+  Lives lives_{&nodes_};  // large blocks only
+  std::pmr::set<Address> kept_{&nodes_};
+  std::pmr::unordered_set<Address> young_{&nodes_};
   bool marks_young_ = false;
   Bytes small_ = 0;                     // reserved in segments of small blocks
   Bytes small_peak_ = 0;                // since the step began
   std::array<Bytes, 2> small_peaks_{};  // of the last two
   bool expandable_ = false;             // torch has made expandable segments
-  std::map<Owner, std::multiset<Bytes>> holes_;
+  std::pmr::map<Owner, std::pmr::multiset<Bytes>> holes_{&nodes_};
   Usage usage_;
   Bytes mark_ = kUnlimited;
   Bytes largest_request_ = 0;

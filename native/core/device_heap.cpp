@@ -21,9 +21,9 @@ driver::AccessDesc access_for(int device) {
 }
 }  // namespace
 
-DeviceHeap::DeviceHeap(const driver::Table& table, int device, Bytes device_bytes,
-                       Bytes granularity, ClockBank& clocks, Counters& counters)
-    : table_(table),
+DeviceHeap::DeviceHeap(int device, Bytes device_bytes, Bytes granularity, ClockBank& clocks,
+                       Counters& counters)
+    : gate_(clocks.gate()),
       prop_(prop_for(device)),
       access_{access_for(device)},
       device_bytes_(device_bytes),
@@ -47,11 +47,12 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
       return arena.get();
     }
   }
+  drop_empty_arenas();
   // More than the device: memory moves while old addresses are in use. A process may have a hundred
   // streams and 128 TiB of addresses in all: take less where there is no more.
   Bytes reserve = round_up((key.small ? 1 : 4) * device_bytes_, granularity_);
   driver::DevicePtr base = 0;
-  while (table_.address_reserve(&base, reserve, 0, 0, 0) != driver::kSuccess) {
+  while (gate_->address_reserve(&base, reserve, 0, 0, 0) != driver::kSuccess) {
     reserve = round_up(reserve / 2, granularity_);
     if (reserve < device_bytes_ / 8) {
       return nullptr;
@@ -60,10 +61,26 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
   try {
     arenas_.push_back(std::make_unique<Arena>(key, clocks_.of(stream), nodes_, base, reserve));
   } catch (const std::bad_alloc&) {
-    table_.address_free(base, reserve);
+    gate_->address_free(base, reserve);
     return nullptr;
   }
+  clocks_.hold(arenas_.back()->clock);
   return arenas_.back().get();
+}
+
+// Of streams that are not used any more: their memory has moved to where it was needed.
+void DeviceHeap::drop_empty_arenas() {
+  if (arenas_.size() < kManyArenas) {
+    return;
+  }
+  std::erase_if(arenas_, [&](const auto& arena) {
+    const bool empty = arena->pieces.empty() && arena->retiring.empty() &&
+                       gate_->address_free(arena->base, arena->reserved) == driver::kSuccess;
+    if (empty) {
+      clocks_.let_go(arena->clock);
+    }
+    return empty;
+  });
 }
 
 Arena* DeviceHeap::arena_of(Address address) const {
@@ -116,7 +133,7 @@ Block* DeviceHeap::take_run(Arena& arena, Block* first, Block* last, Bytes bytes
 void DeviceHeap::give(Block* block) {
   Arena& arena = *block->arena;
   block->record = nullptr;
-  block->users = 0;
+  clocks_.forget_users(block);
   block->keep = false;
   if (clocks_.settled(arena.clock, block->fence)) {
     arena.set_state(block, BlockState::free);
@@ -126,16 +143,21 @@ void DeviceHeap::give(Block* block) {
   }
 }
 
-void DeviceHeap::settle(Arena& arena) {
-  for (Block* b = arena.evicting_first; b != nullptr;) {
-    Block* next = b->bin_next;
-    if (clocks_.settled(arena.clock, b->fence)) {
-      arena.set_state(b, BlockState::free);
-      arena.coalesce(b);
+void DeviceHeap::settle(Arena& arena, int not_ready) {
+  Block* block = arena.evicting.first();
+  const Block* turned = nullptr;  // the first that was put behind the others
+  for (int left = not_ready; block != nullptr && block != turned && left > 0;
+       block = arena.evicting.first()) {
+    if (clocks_.settled(arena.clock, block->fence)) {
+      arena.set_state(block, BlockState::free);
+      arena.coalesce(block);
+      continue;
     }
-    b = next;
+    arena.evicting.move_to_back(block);
+    turned = turned == nullptr ? block : turned;
+    --left;
   }
-  sweep_retiring(arena);
+  sweep_retiring(arena, not_ready);
 }
 
 const char* DeviceHeap::broken() const {
@@ -146,6 +168,8 @@ const char* DeviceHeap::broken() const {
     Address at = arena->base;
     const Block* previous = nullptr;
     Bytes arena_mapped = 0;
+    Bytes idle = 0;
+    std::size_t blocks = 0;
     for (const Block* b = arena->first; b != nullptr; previous = b, b = b->next) {
       if (b->address != at || b->previous != previous || b->arena != arena.get()) {
         return "blocks do not tile their arena";
@@ -154,6 +178,8 @@ const char* DeviceHeap::broken() const {
         return "a block's size is not whole units";
       }
       at = b->end();
+      ++blocks;
+      idle += is_idle(b->state) ? b->size : 0;
       if (!is_mapped(b->state)) {
         continue;
       }
@@ -161,8 +187,7 @@ const char* DeviceHeap::broken() const {
       if (arena->find(b->address) != b || arena->find(b->end() - 1) != b) {
         return "the page table does not find a block";
       }
-      const bool reachable = b->owned_by_torch || b->aliases > 0;
-      if ((b->state == BlockState::live) != reachable) {
+      if ((b->state == BlockState::live) != b->owned()) {
         return "O1: a live block nobody can reach, or a reachable block that is not live";
       }
       if (b->state == BlockState::retained && b->record == nullptr) {
@@ -173,6 +198,9 @@ const char* DeviceHeap::broken() const {
     }
     if (at != arena->base + arena->reserved) {
       return "blocks do not tile their arena";
+    }
+    if (idle != arena->idle_bytes || blocks != arena->blocks) {
+      return "an arena's counts differ from its blocks";
     }
     Bytes physical = 0;
     for (const auto& [address, piece] : arena->pieces) {

@@ -18,8 +18,10 @@ namespace stagehand::core {
 
 class DeviceHeap {
  public:
-  DeviceHeap(const driver::Table& table, int device, Bytes device_bytes, Bytes granularity,
-             ClockBank& clocks, Counters& counters);
+  DeviceHeap(int device, Bytes device_bytes, Bytes granularity, ClockBank& clocks,
+             Counters& counters);
+
+  static constexpr int kNotReady = 8;  // blocks that are looked at in vain, at most
 
   static Bytes block_bytes(Bytes requested);
   // The arena that serves this request; null when its address range cannot be reserved.
@@ -35,7 +37,8 @@ class DeviceHeap {
   // Back to the arena: free, or evicting until its fence is settled.
   void give(Block* block);
   // Evicting blocks whose fence is settled become free; old addresses whose use passed, holes.
-  void settle(Arena& arena);
+  // Those that were not looked at for longest first, and no further than a few that are not ready.
+  void settle(Arena& arena, int not_ready = kNotReady);
 
   // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
   // Rounds up to whole pieces where that stays below `spare_ceiling`.
@@ -55,6 +58,8 @@ class DeviceHeap {
   bool short_of_addresses(const Arena& arena, Bytes bytes) const;
   // Whether trimming could give anything back.
   bool has_free_piece() const;
+  // Free and evicting, in arenas whose memory may move.
+  Bytes idle_bytes() const;
   // Maps all memory, present and to come, for one more device; nothing where it is done.
   Status add_peer(int device);
   // The same devices as another heap. Only before anything is mapped.
@@ -79,7 +84,7 @@ class DeviceHeap {
   Place place_for(const Arena& arena, Bytes bytes, Bytes slack) const;
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
   void unmap_new(Address address, const std::vector<Piece>& pieces, bool release);
-  std::vector<Move> free_pieces(const Arena& arena, const Block* spared, Bytes wanted) const;
+  std::vector<Move> free_pieces(Arena& arena, const Block* spared, Bytes wanted) const;
   Status map_moved(Address address, const std::vector<Move>& moves, Bytes lacking,
                    std::vector<Piece>* pieces);
   void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
@@ -89,10 +94,13 @@ class DeviceHeap {
   bool passed(const Block& block) const;
   void release_piece(Arena& arena, Address address);
   driver::Result set_access(Address address, Bytes bytes) const;
-  void sweep_retiring(Arena& arena);
+  void sweep_retiring(Arena& arena, int not_ready);
   Block* cut(Arena& arena, Block* block, Bytes bytes);
+  void drop_empty_arenas();
 
-  const driver::Table& table_;
+  static constexpr std::size_t kManyArenas = 32;
+
+  Gate& gate_;
   const driver::AllocationProp prop_;
   std::vector<driver::AccessDesc> access_;  // this device, then its peers
   const Bytes device_bytes_;

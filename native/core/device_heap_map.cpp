@@ -18,11 +18,11 @@ Bytes DeviceHeap::piece_for(Bytes bytes) const {
 // The hole that needs the least new memory, counting a free block that ends where it begins, with
 // room for `slack` more than that.
 DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes slack) const {
+  constexpr int kLooked = 64;  // holes, once one is found that does
   Place best;
-  for (Block* b = arena.first; b != nullptr; b = b->next) {
-    if (b->state != BlockState::hole) {
-      continue;
-    }
+  int looked = 0;
+  for (Block* b = arena.holes.first();
+       b != nullptr && (looked < kLooked || best.hole == nullptr); b = b->bin_next, ++looked) {
     const Block* left = b->previous;
     const Bytes before = left != nullptr && left->state == BlockState::free ? left->size : 0;
     if (before >= bytes) {
@@ -32,7 +32,8 @@ DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes s
     if (missing + slack > b->size) {
       continue;
     }
-    if (best.hole == nullptr || missing < best.missing) {
+    if (best.hole == nullptr || missing < best.missing ||
+        (missing == best.missing && b->address < best.hole->address)) {
       best = {b, before, missing};
     }
   }
@@ -41,9 +42,9 @@ DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes s
 
 void DeviceHeap::unmap_new(Address address, const std::vector<Piece>& pieces, bool release) {
   for (const Piece& piece : pieces) {
-    table_.mem_unmap(address, piece.size);
+    gate_->mem_unmap(address, piece.size);
     if (release) {
-      table_.mem_release(piece.handle);
+      gate_->mem_release(piece.handle);
     }
     address += piece.size;
   }
@@ -55,11 +56,11 @@ Status DeviceHeap::create_and_map(Address address, Bytes bytes, std::vector<Piec
   const std::size_t before = pieces->size();
   while (bytes > 0) {
     Piece piece{std::min(bytes, piece_bytes), 0};
-    driver::Result result = table_.mem_create(&piece.handle, piece.size, &prop_, 0);
+    driver::Result result = gate_->mem_create(&piece.handle, piece.size, &prop_, 0);
     if (result == driver::kSuccess) {
-      result = table_.mem_map(address, piece.size, 0, piece.handle, 0);
+      result = gate_->mem_map(address, piece.size, 0, piece.handle, 0);
       if (result != driver::kSuccess) {
-        table_.mem_release(piece.handle);
+        gate_->mem_release(piece.handle);
       }
     }
     if (result != driver::kSuccess) {
@@ -132,39 +133,55 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
 // Whole pieces inside free and evicting blocks until they hold `wanted`: those that are all wanted
 // before one that is larger than what is left, this arena's before others'. Graph arenas keep
 // theirs: a captured graph will use those addresses again.
-std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(const Arena& arena, const Block* spared,
+std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(Arena& arena, const Block* spared,
                                                       Bytes wanted) const {
   std::vector<Move> moves;
   Bytes found = 0;
-  const auto collect = [&](Arena& from, bool larger) {
-    for (auto piece = from.pieces.begin(); piece != from.pieces.end() && found < wanted;) {
-      const auto [address, held] = *piece;
-      const Block* block = from.find(address);
-      const bool idle = block->state == BlockState::free || block->state == BlockState::evicting;
-      if (!idle || block == spared) {
-        piece = from.pieces.lower_bound(std::max(block->end(), address + 1));
-        continue;
+  Move larger{nullptr, 0};  // the first of all that are
+  const auto collect = [&](Arena& from, const Block* block) {
+    if (block == spared || block->fence.never()) {
+      return true;
+    }
+    for (auto piece = from.pieces.lower_bound(block->address);
+         piece != from.pieces.end() && found < wanted &&
+         piece->first + piece->second.size <= block->end();
+         ++piece) {
+      if (piece->second.size <= wanted - found) {
+        moves.push_back({&from, piece->first});
+        found += piece->second.size;
+      } else if (larger.from == nullptr) {
+        larger = {&from, piece->first};
       }
-      const bool taken = larger && std::any_of(moves.begin(), moves.end(), [&](const Move& move) {
-                           return move.address == address;
-                         });
-      if (!taken && block->end() >= address + held.size && larger == (held.size > wanted - found)) {
-        moves.push_back({&from, address});
-        found += held.size;
-      }
-      ++piece;
+    }
+    return found < wanted;
+  };
+  const auto search = [&](Arena& from) {
+    if (from.key.graph != 0 || from.idle_bytes < granularity_) {
+      return;
+    }
+    from.free.from_largest(granularity_, [&](Block* block) { return collect(from, block); });
+    for (Block* b = from.evicting.first(); b != nullptr && found < wanted; b = b->bin_next) {
+      collect(from, b);
     }
   };
-  for (const bool larger : {false, true}) {
-    for (const bool own : {true, false}) {
-      for (const auto& from : arenas_) {
-        if ((from.get() == &arena) == own && from->key.graph == 0) {
-          collect(*from, larger);
-        }
-      }
+  search(arena);
+  for (const auto& from : arenas_) {
+    if (from.get() != &arena && found < wanted) {
+      search(*from);
     }
   }
+  if (found < wanted && larger.from != nullptr) {
+    moves.push_back(larger);
+  }
   return moves;
+}
+
+Bytes DeviceHeap::idle_bytes() const {
+  Bytes bytes = 0;
+  for (const auto& arena : arenas_) {
+    bytes += arena->key.graph == 0 ? arena->idle_bytes : 0;
+  }
+  return bytes;
 }
 
 // Cuts a stretch out of the middle of an idle block and returns it, in the block's state.
@@ -230,7 +247,7 @@ Status DeviceHeap::map_moved(Address address, const std::vector<Move>& moves, By
   Status status = Status::ok;
   for (const Move& move : moves) {
     const Piece piece = move.from->pieces.at(move.address);
-    if (table_.mem_map(address + mapped, piece.size, 0, piece.handle, 0) != driver::kSuccess) {
+    if (gate_->mem_map(address + mapped, piece.size, 0, piece.handle, 0) != driver::kSuccess) {
       status = Status::driver_failed;
       break;
     }
@@ -256,6 +273,10 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
   const Place place = place_for(arena, bytes, kLargestPiece);  // the last piece may be too large
   if (place.hole == nullptr) {
     return Status::out_of_memory;
+  }
+  const Bytes room = ceiling - std::min(ceiling, counters_.mapped);
+  if (place.missing > room && idle_bytes() < place.missing - room) {
+    return Status::out_of_memory;  // looking for the pieces costs more
   }
   const Block* left = place.before > 0 ? place.hole->previous : nullptr;
   const std::vector<Move> moves = free_pieces(arena, left, place.missing);
@@ -309,7 +330,7 @@ bool DeviceHeap::passed(const Block& block) const {
 }
 
 driver::Result DeviceHeap::set_access(Address address, Bytes bytes) const {
-  return table_.mem_set_access(address, bytes, access_.data(), access_.size());
+  return gate_->mem_set_access(address, bytes, access_.data(), access_.size());
 }
 
 Status DeviceHeap::add_peer(int device) {
@@ -331,18 +352,21 @@ Status DeviceHeap::add_peer(int device) {
   return Status::ok;
 }
 
-void DeviceHeap::sweep_retiring(Arena& arena) {
-  std::erase_if(arena.retiring, [&](Block* block) {
-    if (!passed(*block) || table_.mem_unmap(block->address, block->size) != driver::kSuccess) {
-      return false;  // try again later; the address stays unused until then
+void DeviceHeap::sweep_retiring(Arena& arena, int not_ready) {
+  for (std::size_t left = arena.retiring.size(); left > 0 && not_ready > 0; --left) {
+    Block* block = arena.retiring.front();
+    arena.retiring.pop_front();
+    if (!passed(*block) || gate_->mem_unmap(block->address, block->size) != driver::kSuccess) {
+      arena.retiring.push_back(block);  // later; the address stays unused until then
+      --not_ready;
+      continue;
     }
     counters_.retiring_bytes -= block->size;
     block->fence.clear();
     block->idle_from = 0;
     arena.set_state(block, BlockState::hole);
     arena.coalesce(block);
-    return true;
-  });
+  }
 }
 
 bool DeviceHeap::short_of_addresses(const Arena& arena, Bytes bytes) const {
@@ -362,7 +386,7 @@ bool DeviceHeap::has_free_piece() const {
 // Gives one piece, free and out of use, back to the driver.
 void DeviceHeap::release_piece(Arena& arena, Address address) {
   const Piece piece = arena.pieces.at(address);
-  table_.mem_release(piece.handle);
+  gate_->mem_release(piece.handle);
   Block* block = carve(arena, address, piece.size);
   block->fence.clear();
   block->idle_from = 0;
@@ -374,7 +398,7 @@ void DeviceHeap::release_piece(Arena& arena, Address address) {
 
 Bytes DeviceHeap::trim(Bytes target) {
   for (const auto& arena : arenas_) {
-    settle(*arena);
+    settle(*arena, std::numeric_limits<int>::max());
   }
   if (counters_.retiring_bytes > 0) {
     return 0;  // memory still mapped at an old address would not really be released
@@ -388,7 +412,7 @@ Bytes DeviceHeap::trim(Bytes target) {
       // Free may mean that the arena's stream waits for a copy: unmapping takes more, that it is
       // done.
       if (block->state == BlockState::free && block->end() >= address + held.size &&
-          passed(*block) && table_.mem_unmap(address, held.size) == driver::kSuccess) {
+          passed(*block) && gate_->mem_unmap(address, held.size) == driver::kSuccess) {
         release_piece(*arena, address);
       }
     }
@@ -404,7 +428,10 @@ void DeviceHeap::release_graph(std::uint64_t graph) {
       continue;
     }
     arena->key.graph = 0;
-    while (Block* block = arena->evicting_first) {
+    for (Block* block = arena->first; block != nullptr; block = block->next) {
+      block->in_graph = false;
+    }
+    while (Block* block = arena->evicting.first()) {
       block->fence.clear();
       arena->set_state(block, BlockState::free);
       arena->coalesce(block);
@@ -413,15 +440,19 @@ void DeviceHeap::release_graph(std::uint64_t graph) {
       const auto [address, held] = *piece++;
       const Block* block = arena->find(address);
       if (block->state == BlockState::free && block->end() >= address + held.size &&
-          table_.mem_unmap(address, held.size) == driver::kSuccess) {
+          gate_->mem_unmap(address, held.size) == driver::kSuccess) {
         release_piece(*arena, address);
       }
     }
     arena->retired = true;
   }
   std::erase_if(arenas_, [&](const auto& arena) {
-    return arena->retired && arena->pieces.empty() && arena->retiring.empty() &&
-           table_.address_free(arena->base, arena->reserved) == driver::kSuccess;
+    const bool empty = arena->retired && arena->pieces.empty() && arena->retiring.empty() &&
+                       gate_->address_free(arena->base, arena->reserved) == driver::kSuccess;
+    if (empty) {
+      clocks_.let_go(arena->clock);
+    }
+    return empty;
   });
 }
 

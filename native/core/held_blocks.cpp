@@ -18,31 +18,28 @@ Block* HeldBlocks::find(const void* identity) const { return look_up(by_identity
 
 Block* HeldBlocks::at(Address address) const { return look_up(by_address_, address); }
 
-Arena& HeldBlocks::arena_of(driver::Stream stream) {
-  for (const auto& arena : arenas_) {
-    if (arena->key.stream == stream) {
-      return *arena;
-    }
-  }
-  // No address of it is ever handed out; one page is the least an arena has.
-  arenas_.push_back(
-      std::make_unique<Arena>(ArenaKey{stream, false, 0}, clocks_.of(stream), nodes_, 0, 2_MiB));
-  return *arenas_.back();
-}
-
+// Either all of it, or nothing where the host is out of memory.
 Block* HeldBlocks::adopt(const HeldStorage& held) {
-  Arena& arena = arena_of(held.stream);
+  StreamClock& clock = clocks_.of(held.stream);
+  stuck_.reserve(stuck_.size() + 1);  // so that letting go needs no memory
   Block* block = nodes_.take();
+  try {
+    by_address_.insert_or_assign(held.address, block);
+    by_identity_.emplace(held.identity, block);
+  } catch (...) {
+    by_address_.erase(held.address);
+    nodes_.give(block);
+    throw;
+  }
   block->address = held.address;
   block->size = round_up(held.bytes, kBlockUnit);
-  block->arena = &arena;
-  block->state = BlockState::live;
+  block->clock = &clock;
+  block->state = Stated(BlockState::live);
   block->storage = held.storage;
   block->identity = held.identity;
   block->storage_bytes = held.bytes;
-  block->idle_from = arena.clock.upcoming();
-  by_identity_.emplace(held.identity, block);
-  by_address_.insert_or_assign(held.address, block);
+  block->idle_from = clock.upcoming();
+  clocks_.hold(clock);
   return block;
 }
 
@@ -50,39 +47,44 @@ bool HeldBlocks::alone(const Block& block) const {
   return side_.alone(block.storage, block.address, block.storage_bytes);
 }
 
-void* HeldBlocks::let_go(Block* block) {
+void* HeldBlocks::let_go(Block* block, bool shared) {
   void* storage = block->storage;
-  Arena* arena = block->arena;
+  StreamClock* clock = block->clock;
   const Fence fence = block->fence;
   by_identity_.erase(block->identity);
   if (const auto found = by_address_.find(block->address);
       found != by_address_.end() && found->second == block) {
     by_address_.erase(found);
   }
+  clocks_.forget_users(block);
   nodes_.give(block);
   // Rule S2: torch hands the memory out again to work on the block's own stream.
-  if (holds(Rule::S2) && !clocks_.settled(arena->clock, fence) &&
-      clocks_.order_after(arena->clock, fence) != Status::ok) {
-    stuck_.push_back({storage, arena, fence});
+  if (holds(Rule::S2) && !clocks_.settled(*clock, fence) &&
+      clocks_.order_after(*clock, fence) != Status::ok) {
+    stuck_.push_back({storage, clock, fence, shared});
     return nullptr;
   }
+  clocks_.let_go(*clock);
   return storage;
 }
 
-std::vector<void*> HeldBlocks::take_stuck() {
-  std::vector<void*> free;
+void HeldBlocks::take_stuck(std::vector<Due::Storage>* alone, std::vector<void*>* shared) {
   for (std::size_t i = 0; i < stuck_.size();) {
-    StreamClock& clock = stuck_[i].arena->clock;
-    if (clocks_.settled(clock, stuck_[i].fence) ||
-        clocks_.order_after(clock, stuck_[i].fence) == Status::ok) {
-      free.push_back(stuck_[i].storage);
-      stuck_[i] = stuck_.back();
-      stuck_.pop_back();
-    } else {
+    const Stuck& one = stuck_[i];
+    if (!clocks_.settled(*one.clock, one.fence) &&
+        clocks_.order_after(*one.clock, one.fence) != Status::ok) {
       ++i;
+      continue;
     }
+    if (one.shared) {
+      shared->push_back(one.storage);
+    } else {
+      alone->push_back({one.storage, 0});
+    }
+    clocks_.let_go(*one.clock);
+    stuck_[i] = stuck_.back();
+    stuck_.pop_back();
   }
-  return free;
 }
 
 const char* HeldBlocks::broken() const {

@@ -1,18 +1,17 @@
-// The blocks of torch's own caching allocator whose storages the engine holds a reference to: what
-// stands in for the device heap where nothing is installed (modes "native" and "mempool").
-//
-// Letting go of a block is dropping the reference: torch's free list then has it, in the order of
-// its stream. Making one again is asking torch for memory. Both take torch's mutex, which comes
-// before our locks, so neither is done here: blocks let go of wait for the caller to drop them.
+// The blocks that are storages of torch's which we hold a reference to. Letting go of one is
+// dropping the reference: torch's free list then has it, in the order of its stream. That takes
+// torch's mutex, which comes before our locks, so it is not done here: the caller drops what
+// `let_go` returns.
 //
 // Guarded by the device's lock.
 #pragma once
 
-#include <memory>
+#include <deque>
+#include <memory_resource>
 #include <unordered_map>
 #include <vector>
 
-#include "core/arena.hpp"
+#include "core/block_nodes.hpp"
 #include "core/torch_side.hpp"
 
 namespace stagehand::core {
@@ -30,27 +29,28 @@ class HeldBlocks {
   bool alone(const Block& block) const;
   // Takes the block off the books and puts its stream behind everything that still names it; the
   // caller drops the storage returned. Null where the stream cannot be made to wait now (it is
-  // being captured into a graph): the storage is then kept until `take_stuck`.
-  void* let_go(Block* block);
+  // being captured into a graph): the storage is then kept until `take_stuck`. `shared`: others may
+  // refer to it, so that only a thread with the GIL may drop it.
+  void* let_go(Block* block, bool shared);
   // The storages that could not be let go of before and can be now.
-  std::vector<void*> take_stuck();
+  void take_stuck(std::vector<Due::Storage>* alone, std::vector<void*>* shared);
   // Empty, or the first broken invariant.
   const char* broken() const;
 
  private:
   struct Stuck {
     void* storage;
-    Arena* arena;
+    StreamClock* clock;
     Fence fence;
+    bool shared;
   };
-  Arena& arena_of(driver::Stream stream);
 
   const TorchSide& side_;
   ClockBank& clocks_;
   BlockNodes nodes_;
-  std::vector<std::unique_ptr<Arena>> arenas_;  // one a stream: they lend key and clock, no memory
-  std::unordered_map<const void*, Block*> by_identity_;
-  std::unordered_map<Address, Block*> by_address_;
+  std::pmr::unsynchronized_pool_resource map_nodes_;
+  std::pmr::unordered_map<const void*, Block*> by_identity_{&map_nodes_};
+  std::pmr::unordered_map<Address, Block*> by_address_{&map_nodes_};
   std::vector<Stuck> stuck_;
 };
 

@@ -13,9 +13,10 @@ constexpr Bytes kPacedPiece = 4_MiB;  // at least, and what a capped lane moves 
 
 }  // namespace
 
-driver::Result Lane::copy_async(const Copy& copy, driver::Stream stream) const {
-  return way_ == Way::out ? table_.memcpy_dtoh_async(copy.host, copy.device, copy.bytes, stream)
-                          : table_.memcpy_htod_async(copy.device, copy.host, copy.bytes, stream);
+driver::Result Lane::copy_async(const driver::Table& driver, const Copy& copy,
+                                driver::Stream stream) const {
+  return way_ == Way::out ? driver.memcpy_dtoh_async(copy.host, copy.device, copy.bytes, stream)
+                          : driver.memcpy_htod_async(copy.device, copy.host, copy.bytes, stream);
 }
 
 Status Lane::queue(std::span<const Copy> copies) {
@@ -25,7 +26,7 @@ Status Lane::queue(std::span<const Copy> copies) {
     while (small < copies.size() && small < kSmallTogether && copies[small].bytes < kSmallCopy) {
       ++small;
     }
-    const bool together = small > 1 && table_.memcpy_batch_async != nullptr;
+    const bool together = small > 1 && gate_.table().memcpy_batch_async != nullptr;
     const std::size_t count = together ? small : 1;
     status = together ? queue_together(copies.first(count)) : queue_pieces(copies.front());
     copies = copies.subspan(count);
@@ -43,7 +44,7 @@ Status Lane::queue_pieces(const Copy& copy) {
     if (const Status status = admit(piece.bytes); status != Status::ok) {
       return status;
     }
-    if (copy_async(piece, clock_.stream()) != driver::kSuccess) {
+    if (copy_async(*gate_.operator->(), piece, clock_.stream()) != driver::kSuccess) {
       return Status::driver_failed;
     }
     moved(piece.bytes);
@@ -69,7 +70,7 @@ Status Lane::queue_together(std::span<const Copy> copies) {
   const bool out = way_ == Way::out;
   driver::CopyAttributes attributes;
   std::size_t start = 0;
-  if (table_.memcpy_batch_async((out ? host : device).data(), (out ? device : host).data(),
+  if (gate_->memcpy_batch_async((out ? host : device).data(), (out ? device : host).data(),
                                 sizes.data(), copies.size(), &attributes, &start, 1,
                                 clock_.stream()) != driver::kSuccess) {
     return Status::driver_failed;
@@ -91,8 +92,8 @@ void Lane::moved(Bytes bytes) {
 }
 
 bool Lane::copy_now(driver::Stream stream, const Copy& copy) const {
-  const bool queued = copy_async(copy, stream) == driver::kSuccess;
-  return table_.stream_synchronize(stream) == driver::kSuccess && queued;
+  const bool queued = copy_async(gate_.table(), copy, stream) == driver::kSuccess;
+  return gate_.table().stream_synchronize(stream) == driver::kSuccess && queued;
 }
 
 void Lane::note(Tick tick) {

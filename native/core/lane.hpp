@@ -32,8 +32,8 @@ class Lane {
   enum class Way { out, in };  // device to host; host to device
 
   // `clock` is on one stream of the lane's own, `spare` is another.
-  Lane(const driver::Table& table, Way way, StreamClock& clock, driver::Stream spare)
-      : table_(table), way_(way), clock_(clock), spare_(spare), pacer_(table) {}
+  Lane(Gate& gate, Way way, StreamClock& clock, driver::Stream spare)
+      : gate_(gate), way_(way), clock_(clock), spare_(spare), pacer_(gate.table()) {}
 
   StreamClock& clock() { return clock_; }
   Pacer& pacer() { return pacer_; }
@@ -53,15 +53,18 @@ class Lane {
   void note(Tick tick);
   // Whether copies made ahead of need should hold back.
   bool full();
+  // Whether there is a cap on copies in flight: then each goes on its own.
+  bool capped() const { return inflight_ > 0; }
 
  private:
   Status queue_pieces(const Copy& copy);
   Status queue_together(std::span<const Copy> copies);
   Status admit(Bytes bytes);
   void moved(Bytes bytes);
-  driver::Result copy_async(const Copy& copy, driver::Stream stream) const;
+  driver::Result copy_async(const driver::Table& driver, const Copy& copy,
+                            driver::Stream stream) const;
 
-  const driver::Table& table_;
+  Gate& gate_;
   const Way way_;
   StreamClock& clock_;
   driver::Stream spare_;

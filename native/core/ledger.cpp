@@ -1,6 +1,5 @@
 #include "core/ledger.hpp"
 
-#include "core/arena.hpp"
 #include "core/check.hpp"
 
 namespace stagehand::core {
@@ -14,23 +13,19 @@ Record* Ledger::open(Block* block, Bytes begin, Bytes end) {
   Record& record = slots_[spare_.back()];
   spare_.pop_back();
   SH_CHECK(!record.alive && record.copy.slabs.empty());
+  const std::uint32_t index = record.index;
+  const std::uint32_t generation = record.generation;
+  std::vector<Slab*> slabs = std::move(record.copy.slabs);  // for its room
+  record = Record{};
+  record.copy.slabs = std::move(slabs);
+  record.index = index;
+  record.generation = generation;
   record.alive = true;
-  record.handles = 0;
   record.order = ++order_;
-  record.evictions = record.restores = 0;
-  record.outdated = false;
-  record.copying = record.prefetched = record.asked = record.watched = false;
   record.block = block;
   record.begin = begin;
   record.end = end;
-  record.block_begin = 0;
-  record.arrived = Tick{};
-  record.stall_pair = ~0u;
-  record.copy.written = Tick{};
-  record.copy.sealed = false;
-  record.copy.checksum = record.copy.checksum_found = 0;
-  record.stream = block->arena->key.stream;
-  record.newer = nullptr;
+  record.stream = block->clock->stream();
   record.older = newest_;
   (newest_ != nullptr ? newest_->newer : oldest_) = &record;
   newest_ = &record;

@@ -1,15 +1,12 @@
-// The ledger: one record per saved storage, in the order of saving.
-//
-// A record lives as long as a handle names it. Where its bytes are:
-//   block, no copy    on the device, dirty: evicting it means copying it out first
-//   block and copy    on the device, clean: evicting it is free
-//   copy, no block    evicted: unpack brings it back
+// The ledger: one record per saved storage, in the order of saving. A record lives as long as a
+// handle names it; states.hpp says where its bytes are and what its host copy is.
 #pragma once
 
 #include <deque>
 #include <vector>
 
 #include "core/block.hpp"
+#include "core/ordered.hpp"
 #include "core/pinned_pool.hpp"
 #include "core/plan.hpp"
 
@@ -17,12 +14,15 @@ namespace stagehand::core {
 
 // The host's copy of the saved range of a storage: slabs filled one after the other.
 struct HostCopy {
+  Stated<CopyState> state{CopyState::none};
   std::vector<Slab*> slabs;
   Tick written;  // on the D2H lane: the copy out that filled it
   // With DebugModes::checksums: CRC of what was written, and of what the last look found.
-  bool sealed = false;
   std::uint32_t checksum = 0;
   std::uint32_t checksum_found = 0;
+
+  // Whether the bytes are there for whoever waits for `written`.
+  bool holds_bytes() const { return state == CopyState::queued || state == CopyState::sealed; }
 };
 
 struct Record {
@@ -33,13 +33,15 @@ struct Record {
   std::uint32_t evictions = 0;
   std::uint32_t restores = 0;  // prefetches too
   Plan::Place place;           // in the step that saved it
+  Stated<RecordState> state{RecordState::device};
   bool alive = false;
-  bool copying = false;     // a thread waits for its copy without the lock: leave it alone
-  bool outdated = false;    // its storage may have changed while `copying`: the copy is no good
+  bool waited_for = false;  // a thread waits for its copy without the lock: leave it alone
+  bool outdated = false;    // its storage may have changed meanwhile: that copy is no good
   bool asked = false;       // backward has unpacked it
-  bool watched = false;     // Runtime looks whether torch still uses its block (held_blocks.hpp)
+  bool watched = false;     // TorchStore looks whether torch still uses its block
   bool prefetched = false;  // on the device ahead of need, and not yet asked for
-  Block* block = nullptr;
+  bool refused = false;     // the driver refused its copy in this attempt to make room
+  Block* block = nullptr;   // only while on the device
   // The bytes of the storage that were saved, from its first byte; what travels.
   Bytes begin = 0;
   Bytes end = 0;
@@ -51,10 +53,30 @@ struct Record {
   Record* older = nullptr;          // neighbours in the order of saving
   Record* newer = nullptr;
 
-  bool clean() const { return !copy.slabs.empty(); }
-  bool evicted() const { return alive && block == nullptr; }
+  // VictimIndex's: what it was filed under, and the links.
+  struct Filed {
+    bool at_all = false;
+    bool waiting = false;  // to be filed when somebody asks
+    bool clean = false;
+    bool small = false;
+    bool pool = false;
+    bool leaves = false;
+    bool counted = false;  // among clean_bytes
+    Plan::Use need = 0;
+    Bytes bytes = 0;
+    Record* previous = nullptr;  // of those that wait
+    Record* next = nullptr;
+  };
+  OrderedHook<Record> need_hook;
+  OrderedHook<Record> size_hook;
+  OrderedHook<Record> dirty_hook;
+  OrderedHook<Record> small_hook;
+  Filed filed;
+
+  bool clean() const { return copy.state != CopyState::none; }
+  bool evicted() const { return alive && state != RecordState::device; }
   bool retained() const { return block != nullptr && block->state == BlockState::retained; }
-  bool evictable() const { return retained() && !copying; }
+  bool evictable() const { return retained() && !waited_for && !refused; }
   Bytes bytes() const { return end - begin; }
   // The saved range comes back from its first unit on, into a block for just that.
   Bytes returning_begin() const { return begin / kBlockUnit * kBlockUnit; }

@@ -12,7 +12,8 @@ Bytes PinnedPool::room() const {
   for (const Bytes coming : coming_) {
     taken += coming;
   }
-  return held_ ? 0 : host_limit_ - std::min(host_limit_, taken);
+  const Bytes limit = std::min(host_limit_, refused_at_);
+  return held_ ? 0 : limit - std::min(limit, taken);
 }
 
 Chunk PinnedPool::reserve(std::size_t size, Bytes want) {
@@ -33,20 +34,6 @@ Chunk PinnedPool::reserve(std::size_t size, Bytes want) {
 Chunk PinnedPool::start_growth(Bytes wanted) { return reserve(class_for(wanted), kPiece); }
 
 Chunk PinnedPool::start_growth_ahead() {
-  const auto with = [&](Urgency urgency) {
-    for (std::size_t i = sizes_.cells; i < urgency_.size(); ++i) {
-      if (urgency_[i] == urgency) {
-        urgency_[i] = Urgency::none;
-        if (const Chunk chunk = reserve(i, kPiece); chunk.size > 0) {
-          return chunk;
-        }
-      }
-    }
-    return Chunk{};
-  };
-  if (const Chunk chunk = with(Urgency::awaited); chunk.size > 0) {
-    return chunk;
-  }
   for (std::size_t i = sizes_.cells; i < initial_.size(); ++i) {
     if (initial_[i] > 0) {
       if (const Chunk chunk = reserve(i, initial_[i]); chunk.size > 0) {
@@ -54,22 +41,29 @@ Chunk PinnedPool::start_growth_ahead() {
       }
     }
   }
-  const Chunk chunk = with(Urgency::spare);
-  due_ = chunk.size > 0;
-  return chunk;
+  for (std::size_t i = sizes_.cells; i < spare_due_.size(); ++i) {
+    if (spare_due_[i]) {
+      spare_due_[i] = false;
+      if (const Chunk chunk = reserve(i, kPiece); chunk.size > 0) {
+        return chunk;
+      }
+    }
+  }
+  due_ = false;
+  return {};
 }
 
 void PinnedPool::finish_growth(Chunk chunk, bool pinned) {
   coming_[chunk.slab_size] -= chunk.reserved;
   --growing_;
   if (!pinned) {
-    host_limit_ = counters_.pinned_bytes;
+    refused_at_ = counters_.pinned_bytes;
     return;
   }
   chunk.number = ++chunk_numbers_;
   chunks_.push_back(chunk);
   counters_.pinned_bytes += chunk.size;
-  made_[chunk.slab_size] += chunk.size;
+  patience_ = 1;
   for (Bytes at = 0; at < chunk.size; at += chunk.slab_bytes) {
     Slab* slab = node();
     slab->host = chunk.host + at;
@@ -80,9 +74,14 @@ void PinnedPool::finish_growth(Chunk chunk, bool pinned) {
   }
 }
 
-void PinnedPool::want(std::size_t size, Urgency urgency) {
-  urgency_[size] = std::max(urgency_[size], urgency);
-  due_ = true;
+void PinnedPool::retry() {
+  constexpr std::uint32_t kMostPatience = 1024;
+  if (refused_at_ == kUnlimited || ++retries_ < patience_) {
+    return;
+  }
+  retries_ = 0;
+  patience_ = std::min(2 * patience_, kMostPatience);
+  refused_at_ = kUnlimited;
 }
 
 // After a slab was taken: where few are left that could serve the next of its size, more are due.
@@ -92,23 +91,10 @@ void PinnedPool::want_spare(std::size_t size) {
     left += sizes_.bytes[i] >= kFill ? free_bytes(i) : 0;
   }
   const Bytes spare = std::max(kSpare, counters_.pinned_used_bytes / kSpareShare);
-  if (left < spare && urgency_[size] == Urgency::none && room() >= sizes_.bytes[size]) {
-    want(size, Urgency::spare);
+  if (left < spare && !spare_due_[size] && room() >= sizes_.bytes[size]) {
+    spare_due_[size] = true;
+    due_ = true;
   }
-}
-
-Bytes PinnedPool::made(Bytes wanted) const { return made_[class_for(wanted)]; }
-
-bool PinnedPool::ask(Bytes wanted) {
-  const std::size_t size = class_for(wanted);
-  if (coming_[size] > 0) {
-    return true;
-  }
-  if (room() >= sizes_.bytes[size]) {
-    want(size, Urgency::awaited);
-    return true;
-  }
-  return growing_ > 0;
 }
 
 }  // namespace stagehand::core

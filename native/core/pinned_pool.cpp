@@ -16,12 +16,14 @@ void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit) {
     next_.assign(sizes_.bytes.size(), nullptr);
     uncut_later_.assign(sizes_.bytes.size(), nullptr);
     coming_.assign(sizes_.bytes.size(), 0);
-    made_.assign(sizes_.bytes.size(), 0);
   }
   classes_ = classes;
   classes_.counts.resize(classes_.bytes.size(), 0);
   initial_.assign(sizes_.bytes.size(), 0);
-  urgency_.assign(sizes_.bytes.size(), Urgency::none);
+  spare_due_.assign(sizes_.bytes.size(), false);
+  refused_at_ = kUnlimited;
+  patience_ = 1;
+  retries_ = 0;
   for (std::size_t i = 0; i < classes_.bytes.size(); ++i) {
     const std::size_t size = sizes_.cells + i;
     Bytes have = coming_[size];
@@ -47,7 +49,8 @@ bool PinnedPool::take(Bytes bytes, bool squeeze, std::vector<Slab*>* slabs, Byte
     }
     if (slab == nullptr) {
       *missing = sizes_.bytes[size];
-      want(sizes_.class_of(size), Urgency::awaited);
+      spare_due_[sizes_.class_of(size)] = true;
+      due_ = true;
       while (slabs->size() > first) {
         give(slabs->back());
         slabs->pop_back();
@@ -124,7 +127,6 @@ void PinnedPool::give(Slab* slab) {
   }
   if (slab->pageable) {
     counters_.pageable_bytes -= slab->size;
-    unmap_host(slab->host, slab->size);
     spare_nodes_.push_back(slab);
     return;
   }
@@ -213,19 +215,14 @@ Slab* PinnedPool::node() {
   return slab;
 }
 
-Slab* PinnedPool::take_pageable(Bytes bytes) {
-  const Bytes size = round_up(bytes, 4_KiB);
-  std::byte* host = map_host(size, -1);
-  if (host == nullptr) {
-    return nullptr;
-  }
+Slab* PinnedPool::add_pageable(std::byte* host, Bytes bytes) {
   Slab* slab = node();
   slab->host = host;
-  slab->size = size;
+  slab->size = pageable_bytes(bytes);
   slab->filled = bytes;
   slab->pageable = true;
   slab->demand = demand_.add(bytes);
-  counters_.pageable_bytes += size;
+  counters_.pageable_bytes += slab->size;
   return slab;
 }
 
@@ -258,7 +255,7 @@ std::vector<Chunk> PinnedPool::take_chunks_above(Bytes keep, ClockBank& clocks) 
   while (make_whole_any()) {
   }
   initial_.assign(initial_.size(), 0);
-  urgency_.assign(urgency_.size(), Urgency::none);
+  spare_due_.assign(spare_due_.size(), false);
   std::vector<Chunk> gone;
   for (std::size_t i = chunks_.size(); i-- > 0 && counters_.pinned_bytes > keep;) {
     const Chunk chunk = chunks_[i];

@@ -1,6 +1,7 @@
 // The pinned pool: slabs of page-locked host memory in size classes, and cells, the parts that a
 // slab of the smallest class is cut into for what is smaller. Only the books: who makes the memory
-// (core/pinner) does so without the device's lock, between `start_growth` and `finish_growth`.
+// (core/pinner) does so without a lock, between `start_growth` and `finish_growth`. Guarded by the
+// lock of the tier that owns it (core/pinned_tier).
 //
 // A slab carries the ticks of the last copies that name it and is used again only behind them
 // (rule S5), by waits on the device. A slab that was cut is behind the copies of all its cells.
@@ -54,22 +55,26 @@ class PinnedPool {
   // a size, smaller ones of at least kFill. With `squeeze` any that there is, larger ones first.
   // False: none were taken, and one of `missing` bytes is what was not there.
   bool take(Bytes bytes, bool squeeze, std::vector<Slab*>* slabs, Bytes* missing);
-  // A slab outside the pool, used when nothing can be pinned. Null when the host has no memory.
-  Slab* take_pageable(Bytes bytes);
+  // A slab outside the pool, used when nothing can be pinned: over `host`, which map_host made.
+  Slab* add_pageable(std::byte* host, Bytes bytes);
+  static Bytes pageable_bytes(Bytes bytes) { return round_up(bytes, 4_KiB); }
+  // The memory of a pageable slab is the caller's again, to be unmapped.
   void give(Slab* slab);
 
   // Growth: what to map and pin now so that `take(wanted)` goes on; its bytes count against the
   // host limit from here on. Of size 0 when the limit is reached.
   Chunk start_growth(Bytes wanted);
-  // The same for who grows ahead of need: what somebody waits for, then the initial counts, then
-  // spare slabs where slabs were taken last.
+  // The same for who grows ahead of need: the initial counts, then spare slabs where slabs were
+  // taken last.
   Chunk start_growth_ahead();
-  // Not pinned: the driver refuses more. It is not asked again, that costs milliseconds each time.
+  // Not pinned: the driver refuses more. It is asked again after a while (`retry`), since asking
+  // costs milliseconds.
   void finish_growth(Chunk chunk, bool pinned);
-  // Somebody waits for more slabs of the class that serves `wanted`. False: none will come.
-  bool ask(Bytes wanted);
-  // Bytes of that class ever made: the wait is over when there are more.
-  Bytes made(Bytes wanted) const;
+  // Whether slabs of the class that serves `wanted` are being made.
+  bool coming(Bytes wanted) const { return coming_[class_for(wanted)] > 0; }
+  // A step begins, or a copy found no slab: after so many of them what was refused is asked for
+  // again, then after twice as many.
+  void retry();
   // Whether start_growth_ahead may have something to do.
   bool growth_due() const { return due_; }
   bool growing() const { return growing_ > 0; }
@@ -97,7 +102,6 @@ class PinnedPool {
   static constexpr Bytes kPiece = 256_MiB;  // one growth pins so much, or one slab
   static constexpr Bytes kSpare = 256_MiB;  // free slabs to keep ahead of need,
   static constexpr Bytes kSpareShare = 4;   // and this share of what is taken
-  enum class Urgency : std::uint8_t { none, spare, awaited };
 
   Slab* take_free(std::size_t size);
   Slab* take_filling(std::size_t size, Bytes left);
@@ -111,7 +115,6 @@ class PinnedPool {
   }
   Chunk reserve(std::size_t size, Bytes want);
   void want_spare(std::size_t size);
-  void want(std::size_t size, Urgency urgency);
   Slab* node();
   bool passed(const Fence& fence, ClockBank& clocks) const;
   Bytes free_bytes(std::size_t size) const { return free_[size].size() * sizes_.bytes[size]; }
@@ -122,6 +125,9 @@ class PinnedPool {
   SlabSizes sizes_;
   Demand demand_;
   Bytes host_limit_ = kUnlimited;
+  Bytes refused_at_ = kUnlimited;  // pinned bytes beyond which the driver made no more
+  std::uint32_t patience_ = 1;     // how often `retry` is called before it is asked again
+  std::uint32_t retries_ = 0;
   std::deque<Slab> nodes_;
   std::vector<Slab*> spare_nodes_;
   std::vector<Chunk> chunks_;
@@ -132,8 +138,7 @@ class PinnedPool {
   std::vector<Slab*> uncut_later_;  // a slab all of whose cells are back: kept for the next ones
   std::vector<Bytes> initial_;      // bytes of the initial counts that were not started yet
   std::vector<Bytes> coming_;       // bytes being made
-  std::vector<Bytes> made_;         // bytes ever made
-  std::vector<Urgency> urgency_;
+  std::vector<bool> spare_due_;
   Bytes cut_bytes_ = 0;         // slabs that are cut,
   Bytes taken_cell_bytes_ = 0;  // and what of them is taken
   std::uint32_t chunk_numbers_ = 0;

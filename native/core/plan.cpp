@@ -2,17 +2,25 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 namespace stagehand::core {
 
-namespace {
-// The step of this number, null where it is over.
-auto* step_of(auto& steps, std::uint32_t serial) {
-  const auto found = std::find_if(steps.begin(), steps.end(),
-                                  [&](const auto& step) { return step.serial == serial; });
-  return found != steps.end() ? &*found : nullptr;
+// The step of this number, null where it is over. Nearly always the newest, or the one in backward.
+const Plan::Step* Plan::step_of(std::uint32_t serial) const {
+  for (const Step* likely : {static_cast<const Step*>(now_), static_cast<const Step*>(using_)}) {
+    if (likely != nullptr && likely->serial == serial) {
+      return likely;
+    }
+  }
+  const auto found = std::find_if(steps_.begin(), steps_.end(),
+                                  [&](const Step& step) { return step.serial == serial; });
+  return found != steps_.end() ? &*found : nullptr;
 }
-}  // namespace
+
+Plan::Step* Plan::step_of(std::uint32_t serial) {
+  return const_cast<Step*>(std::as_const(*this).step_of(serial));
+}
 
 bool Plan::Trace::repeats(const Trace& other) const {
   return depth == other.depth && high == other.high && begins_like(other) &&
@@ -96,17 +104,18 @@ void Plan::follow(Step& step) {
     return;
   }
   step.trace = likeliest(step.seen, [&](const Trace& trace) { return has(trace, 0); });
+  ++version_;
   step.diverged = step.trace == nullptr;
 }
 
 void Plan::evicted(Place place) {
-  if (Step* step = step_of(steps_, place.step); step != nullptr) {
+  if (Step* step = step_of(place.step); step != nullptr) {
     step->seen.entries[place.index].evicted = true;
   }
 }
 
 void Plan::unpacked(Place place) {
-  Step* step = step_of(steps_, place.step);
+  Step* step = step_of(place.step);
   if (step == nullptr || step->seen.entries[place.index].used != 0) {
     return;  // asked for again: the first time is the one to be ready for
   }
@@ -119,7 +128,7 @@ void Plan::unpacked(Place place) {
 }
 
 void Plan::closed(Place place) {
-  Step* step = step_of(steps_, place.step);
+  Step* step = step_of(place.step);
   if (step != nullptr && --step->alive == 0 && step != now_) {
     end(step);
   }
@@ -166,6 +175,11 @@ Bytes Plan::Trace::evicted_bytes() const {
   return bytes;
 }
 
+Bytes Plan::Trace::memory() const {
+  return entries.capacity() * sizeof(Entry) + by_use.capacity() * sizeof(std::uint32_t) +
+         (live.capacity() + requests.capacity() + requests_before.capacity()) * sizeof(Bytes);
+}
+
 Bytes Plan::Trace::requested(std::size_t place) const {
   const auto at = [&](const std::vector<Bytes>& all) {
     return place < all.size() ? all[place] : 0;
@@ -174,6 +188,7 @@ Bytes Plan::Trace::requested(std::size_t place) const {
 }
 
 void Plan::end(Step* step) {
+  version_ += step->alive > 0 ? 1 : 0;  // they are on their own from here on
   if (!step->seen.by_use.empty()) {
     learn(*step);
   }
@@ -211,14 +226,19 @@ void Plan::learn(Step& step) {
     trace->follower = trace->id;
   }
   traces_.push_front(std::move(trace));
-  if (traces_.size() > kTraces) {
+  Bytes bytes = 0;
+  for (auto one = std::next(traces_.begin()); one != traces_.end(); ++one) {
+    bytes += (*one)->memory();
+  }
+  while (traces_.size() > kTraces || (traces_.size() > 1 && bytes > kTraceBytes)) {
+    bytes -= std::min(bytes, traces_.back()->memory());
     traces_.pop_back();
   }
 }
 
 // What the step's trace says of the record; null without one.
 const Plan::Entry* Plan::expected(Place place, const Step** step) const {
-  *step = step_of(steps_, place.step);
+  *step = step_of(place.step);
   if (*step == nullptr || (*step)->trace == nullptr ||
       place.index >= (*step)->trace->entries.size()) {
     return nullptr;

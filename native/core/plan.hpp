@@ -60,6 +60,8 @@ class Plan {
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   PlanState state() const;
+  // Goes up when what is expected of records that were saved already has changed.
+  std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;
   // Whether the order of use is known for the record's step.
   bool knows(Place place) const;
@@ -77,6 +79,7 @@ class Plan {
   static constexpr Bytes kAlike = 64;  // live memory is alike where it differs by 1/64 of `high`
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
+  static constexpr Bytes kTraceBytes = 16_MiB;  // of all traces but the newest
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
 
   struct Entry {
@@ -105,6 +108,7 @@ class Plan {
 
     Bytes requested(std::size_t place) const;
     Bytes evicted_bytes() const;
+    Bytes memory() const;  // of the host, that it takes
 
     bool repeats(const Trace& other) const;
     // Whether as much was live when both began: else as much more or less has to leave, as where
@@ -123,6 +127,8 @@ class Plan {
     Trace seen;                          // what it teaches
   };
 
+  Step* step_of(std::uint32_t serial);
+  const Step* step_of(std::uint32_t serial) const;
   const Entry* expected(Place place, const Step** step) const;
   // The likeliest trace among those that `may`, null without any.
   std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
@@ -137,6 +143,7 @@ class Plan {
   Step* using_ = nullptr;                     // whose record was asked for last
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
+  std::uint64_t version_ = 0;
   std::uint32_t learned_ = 0;  // the trace learned last
   Use uses_ = 0;
   Bytes high_ = kUnlimited;

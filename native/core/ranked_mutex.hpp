@@ -8,7 +8,7 @@
 
 namespace stagehand::core {
 
-enum class Rank : int { registry = 1, device = 2, pacer = 3, cache = 4 };
+enum class Rank : int { registry = 1, device = 2, host = 3, pacer = 4, cache = 5 };
 
 class RankedMutex {
  public:

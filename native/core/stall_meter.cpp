@@ -6,7 +6,7 @@ namespace {
 constexpr float kLateMilliseconds = 0.02f;  // below this a wait is the event's own cost
 }
 
-std::uint32_t StallMeter::copied(driver::Stream lane) {
+std::uint32_t StallMeter::copied(driver::Stream lane, std::uint32_t count) {
   if (spare_.empty()) {
     collect();
   }
@@ -15,21 +15,22 @@ std::uint32_t StallMeter::copied(driver::Stream lane) {
       return kNone;
     }
     Pair pair;
-    if (table_.event_create(&pair.copied, 0) != driver::kSuccess) {
+    if (gate_->event_create(&pair.copied, 0) != driver::kSuccess) {
       return kNone;
     }
-    if (table_.event_create(&pair.asked, 0) != driver::kSuccess) {
-      table_.event_destroy(pair.copied);
+    if (gate_->event_create(&pair.asked, 0) != driver::kSuccess) {
+      gate_->event_destroy(pair.copied);
       return kNone;
     }
     pairs_.push_back(pair);
     spare_.push_back(static_cast<std::uint32_t>(pairs_.size() - 1));
   }
   const std::uint32_t index = spare_.back();
-  if (table_.event_record(pairs_[index].copied, lane) != driver::kSuccess) {
+  if (gate_->event_record(pairs_[index].copied, lane) != driver::kSuccess) {
     return kNone;
   }
   spare_.pop_back();
+  pairs_[index].count = count;
   return index;
 }
 
@@ -37,7 +38,7 @@ void StallMeter::asked(std::uint32_t pair, driver::Stream consumer, bool prefetc
   if (pair == kNone) {
     return;
   }
-  if (table_.event_record(pairs_[pair].asked, consumer) != driver::kSuccess) {
+  if (gate_->event_record(pairs_[pair].asked, consumer) != driver::kSuccess) {
     forget(pair);
     return;
   }
@@ -52,26 +53,26 @@ void StallMeter::forget(std::uint32_t pair) {
 }
 
 void StallMeter::collect() {
-  std::erase_if(open_, [&](std::uint32_t index) {
-    const Pair& pair = pairs_[index];
-    if (table_.event_query(pair.asked) != driver::kSuccess ||
-        table_.event_query(pair.copied) != driver::kSuccess) {
-      return false;
+  while (!open_.empty()) {
+    const Pair& pair = pairs_[open_.front()];
+    if (gate_->event_query(pair.copied) != driver::kSuccess ||
+        gate_->event_query(pair.asked) != driver::kSuccess) {
+      return;
     }
     float milliseconds = 0;
-    if (table_.event_elapsed_time(&milliseconds, pair.asked, pair.copied) == driver::kSuccess) {
+    if (gate_->event_elapsed_time(&milliseconds, pair.asked, pair.copied) == driver::kSuccess) {
       const bool late = milliseconds > kLateMilliseconds;
       if (late) {
         counters_.stall_ns += static_cast<Bytes>(milliseconds * 1e6f);
         ++counters_.stall_count;
       }
       if (pair.prefetched) {
-        ++(late ? counters_.prefetch_lates : counters_.prefetch_hits);
+        (late ? counters_.prefetch_lates : counters_.prefetch_hits) += pair.count;
       }
     }
-    spare_.push_back(index);
-    return true;
-  });
+    spare_.push_back(open_.front());
+    open_.pop_front();
+  }
 }
 
 }  // namespace stagehand::core

@@ -3,27 +3,28 @@
 // so that nothing waits for them. Bounded: past kPairs unread pairs new ones are not measured.
 #pragma once
 
-#include <array>
+#include <deque>
 #include <vector>
 
 #include "core/counters.hpp"
+#include "core/gate.hpp"
 #include "core/types.hpp"
-#include "driver/driver.hpp"
 
 namespace stagehand::core {
 
 class StallMeter {
  public:
-  StallMeter(const driver::Table& table, Counters& counters) : table_(table), counters_(counters) {}
+  StallMeter(Gate& gate, Counters& counters) : gate_(gate), counters_(counters) {}
 
   static constexpr std::uint32_t kNone = ~0u;
-  // Notes the end of a copy queued on `lane`; returns what `asked` needs.
-  std::uint32_t copied(driver::Stream lane);
+  // Notes the end of `count` copies queued on `lane`; returns what `asked` needs.
+  std::uint32_t copied(driver::Stream lane, std::uint32_t count);
   // The consumer is about to wait for that copy.
   void asked(std::uint32_t pair, driver::Stream consumer, bool prefetched);
   // The copy was never asked for.
   void forget(std::uint32_t pair);
-  // Adds up the pairs that have passed.
+  // Adds up the pairs that have passed, up to the first that has not: later ones nearly always come
+  // behind it.
   void collect();
 
  private:
@@ -32,13 +33,14 @@ class StallMeter {
     driver::Event copied = nullptr;
     driver::Event asked = nullptr;
     bool prefetched = false;
+    std::uint32_t count = 1;
   };
 
-  const driver::Table& table_;
+  Gate& gate_;
   Counters& counters_;
   std::vector<Pair> pairs_;
   std::vector<std::uint32_t> spare_;
-  std::vector<std::uint32_t> open_;  // asked, not yet read
+  std::deque<std::uint32_t> open_;  // asked, not yet read
 };
 
 }  // namespace stagehand::core

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/block.hpp"
 #include "core/check.hpp"
 
 namespace stagehand::core {
@@ -29,10 +30,20 @@ bool Fence::add(const Fence& other) {
   return all;
 }
 
-bool StreamClock::captured() const {
-  int status = driver::kCaptureNone;
-  return captures_ > 0 && (table_.stream_is_capturing(stream_, &status) != driver::kSuccess ||
-                           status != driver::kCaptureNone);
+// A stream of which the driver says something else than that is a stream no more: nothing of it is
+// captured.
+bool StreamClock::captured() {
+  if (captures_ == 0) {
+    return false;
+  }
+  if (captured_turn_ != gate_.turn()) {
+    int status = driver::kCaptureNone;
+    const driver::Result result = gate_->stream_is_capturing(stream_, &status);
+    captured_ = result == driver::kCaptureImplicit ||
+                (result == driver::kSuccess && status != driver::kCaptureNone);
+    captured_turn_ = gate_.turn();
+  }
+  return captured_;
 }
 
 Status StreamClock::record(Tick* tick) {
@@ -43,16 +54,38 @@ Status StreamClock::record(Tick* tick) {
   if (ring_.size() <= slot) {
     ring_.resize(slot + 1, nullptr);
   }
-  if (ring_[slot] == nullptr &&
-      table_.event_create(&ring_[slot], driver::kEventDisableTiming) != driver::kSuccess) {
+  const driver::Table& driver = *gate_.operator->();
+  // An event belongs to the context of its stream; who waits for it may be of any.
+  const bool foreign =
+      context_ != nullptr && driver.ctx_push_current(context_) == driver::kSuccess;
+  bool recorded = ring_[slot] != nullptr ||
+                  driver.event_create(&ring_[slot], driver::kEventDisableTiming) ==
+                      driver::kSuccess;
+  if (!recorded) {
     ring_[slot] = nullptr;
-    return Status::driver_failed;
   }
-  if (table_.event_record(ring_[slot], stream_) != driver::kSuccess) {
+  recorded = recorded && driver.event_record(ring_[slot], stream_) == driver::kSuccess;
+  if (foreign) {
+    driver::Context popped = nullptr;
+    driver.ctx_pop_current(&popped);
+  }
+  if (!recorded) {
     return Status::driver_failed;
   }
   *tick = {index_, next_++};
+  named_ = false;
+  work_ = 0;
   return Status::ok;
+}
+
+void StreamClock::note_work(Bytes bytes) {
+  work_ += bytes;
+  if (work_ >= kFine) {
+    Tick tick;
+    if (record(&tick) != Status::ok) {
+      work_ = 0;
+    }
+  }
 }
 
 Status StreamClock::hop(driver::Stream* spare) {
@@ -60,7 +93,7 @@ Status StreamClock::hop(driver::Stream* spare) {
   if (const Status status = record(&tick); status != Status::ok) {
     return status;
   }
-  if (table_.stream_wait_event(*spare, ring_[tick.seq % kRing], 0) != driver::kSuccess) {
+  if (gate_->stream_wait_event(*spare, ring_[tick.seq % kRing], 0) != driver::kSuccess) {
     return Status::driver_failed;
   }
   std::swap(stream_, *spare);
@@ -75,8 +108,7 @@ Status StreamClock::event_for(Seq seq, driver::Event* event, Seq* actual) {
     }
     SH_CHECK(tick.seq >= seq);
   }
-  const Seq oldest = next_ > kRing ? next_ - kRing : 1;
-  *actual = std::max(seq, oldest);
+  *actual = std::max(seq, oldest());
   *event = ring_[*actual % kRing];
   return Status::ok;
 }
@@ -88,13 +120,29 @@ bool StreamClock::passed(Seq seq) {
   if (seq >= next_) {
     return false;
   }
-  const Seq oldest = next_ > kRing ? next_ - kRing : 1;
-  const Seq asked = std::max(seq, oldest);
-  if (table_.event_query(ring_[asked % kRing]) != driver::kSuccess) {
+  const Seq asked = std::max(seq, oldest());
+  if (not_passed_turn_ == gate_.turn() && asked >= not_passed_) {
+    return false;  // the events of one stream pass in order
+  }
+  if (gate_->event_query(ring_[asked % kRing]) != driver::kSuccess) {
+    not_passed_ = asked;
+    not_passed_turn_ = gate_.turn();
     return false;
   }
   passed_ = asked;
   return true;
+}
+
+// Also where no event can be recorded any more, since the stream is gone: the number is used up
+// without one, and is in the past.
+void StreamClock::all_passed() {
+  const std::size_t slot = next_ % kRing;
+  if (ring_.size() <= slot) {
+    ring_.resize(slot + 1, nullptr);
+  }
+  passed_ = next_++;
+  named_ = false;
+  not_passed_turn_ = 0;
 }
 
 void StreamClock::set_waited(std::uint32_t clock, Seq seq) {
@@ -104,18 +152,83 @@ void StreamClock::set_waited(std::uint32_t clock, Seq seq) {
   waited_[clock] = std::max(waited_[clock], seq);
 }
 
-StreamClock& ClockBank::of(driver::Stream stream) {
+// Null where the stream is of the device's own context, or nobody says.
+driver::Context ClockBank::foreign_context(driver::Stream stream) {
+  driver::Context context = nullptr;
+  if (stream == nullptr || gate_.context() == nullptr ||
+      gate_->stream_get_ctx(stream, &context) != driver::kSuccess) {
+    return nullptr;
+  }
+  return context != gate_.context() ? context : nullptr;
+}
+
+StreamClock& ClockBank::of(driver::Stream stream, driver::Context context) {
   for (StreamClock& clock : clocks_) {
-    if (clock.stream() == stream) {
+    if (clock.stream() == stream && (stream != nullptr || clock.context_ == context)) {
       return clock;
     }
   }
-  return clocks_.emplace_back(table_, captures_, stream,
-                              static_cast<std::uint32_t>(clocks_.size()));
+  if (context == nullptr) {
+    context = foreign_context(stream);
+  }
+  if (StreamClock* old = reusable(); old != nullptr) {
+    old->stream_ = stream;
+    old->context_ = context;
+    old->captured_turn_ = 0;
+    old->waited_.clear();  // what the old stream waited for, the new one has not
+    for (driver::Event& event : old->ring_) {
+      if (event != nullptr) {
+        gate_->event_destroy(event);
+        event = nullptr;
+      }
+    }
+    return *old;
+  }
+  return clocks_.emplace_back(gate_, captures_, stream,
+                              static_cast<std::uint32_t>(clocks_.size()), context);
+}
+
+// Nothing relies on it, and all that a tick of it can name is past.
+StreamClock* ClockBank::reusable() {
+  if (clocks_.size() < kMany) {
+    return nullptr;
+  }
+  for (StreamClock& clock : clocks_) {
+    if (relied_on(clock)) {
+      continue;
+    }
+    Tick tick;
+    if (clock.named_ && clock.record(&tick) != Status::ok) {
+      continue;
+    }
+    if (clock.passed(clock.next_ - 1)) {
+      return &clock;
+    }
+  }
+  return nullptr;
+}
+
+void ClockBank::add_user(Block* block, const StreamClock& clock) {
+  if (!block->used_by(clock.index())) {
+    block->users |= Block::user_bit(clock.index());
+    ++clocks_[std::min(clock.index(), Block::kLastUserBit)].holders_;
+  }
+}
+
+void ClockBank::forget_users(Block* block) {
+  for (std::uint32_t i = 0; i < size() && i <= Block::kLastUserBit; ++i) {
+    if (block->used_by(i)) {
+      --clocks_[i].holders_;
+    }
+  }
+  block->users = 0;
 }
 
 Status ClockBank::order_after(StreamClock& waiter, Tick tick) {
   if (tick.clock == waiter.index() || waiter.waited(tick.clock) >= tick.seq) {
+    return Status::ok;
+  }
+  if (tick.seq != kNever && at(tick.clock).known_passed(tick.seq)) {
     return Status::ok;
   }
   if (tick.seq == kNever || waiter.captured()) {
@@ -127,7 +240,7 @@ Status ClockBank::order_after(StreamClock& waiter, Tick tick) {
       status != Status::ok) {
     return status;
   }
-  if (table_.stream_wait_event(waiter.stream(), event, 0) != driver::kSuccess) {
+  if (gate_->stream_wait_event(waiter.stream(), event, 0) != driver::kSuccess) {
     return Status::driver_failed;
   }
   waiter.set_waited(tick.clock, actual);

@@ -2,18 +2,24 @@
 // work queued on that stream before event number seq". Every ordering rule S1 to S6 is one call of
 // `ClockBank::order_after`, which queues a device-side wait and never waits on the host.
 //
+// What the driver answered is remembered: that an event has passed for good, that one has not, and
+// whether a stream is being captured, for the rest of the public call (Gate::turn).
+//
 // Protected by the device's lock. Not protected: a stream destroyed by its owner and its handle
 // given to a new stream while blocks of the old one are alive (torch's own streams never die).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <vector>
 
+#include "core/gate.hpp"
 #include "core/types.hpp"
-#include "driver/driver.hpp"
 
 namespace stagehand::core {
+
+struct Block;
 
 inline constexpr Seq kNever = ~Seq{0};  // a tick no event will ever stand for
 
@@ -32,6 +38,10 @@ class Fence {
   bool add(const Fence& other);
   void clear() { count_ = 0; }
   bool empty() const { return count_ == 0; }
+  // Whether nothing will ever be known to be behind it.
+  bool never() const {
+    return std::any_of(begin(), end(), [](const Tick& tick) { return tick.seq == kNever; });
+  }
   const Tick* begin() const { return ticks_.data(); }
   const Tick* end() const { return ticks_.data() + count_; }
 
@@ -42,65 +52,107 @@ class Fence {
 
 class StreamClock {
  public:
-  StreamClock(const driver::Table& table, const int& captures, driver::Stream stream,
-              std::uint32_t index)
-      : table_(table), captures_(captures), stream_(stream), index_(index) {}
+  // `context`: of the stream, where it is not the device's own.
+  StreamClock(Gate& gate, const int& captures, driver::Stream stream, std::uint32_t index,
+              driver::Context context = nullptr)
+      : gate_(gate), captures_(captures), stream_(stream), context_(context), index_(index) {}
 
   driver::Stream stream() const { return stream_; }
   std::uint32_t index() const { return index_; }
   // The number the next recorded event will get: names all work queued up to now.
-  Seq upcoming() const { return next_; }
-  Tick now() const { return {index_, next_}; }
+  Seq upcoming() {
+    named_ = true;
+    return next_;
+  }
+  Tick now() { return {index_, upcoming()}; }
   // Records an event behind everything queued so far; returns its tick. Fails on a stream that is
   // being captured into a CUDA graph: the event would be the graph's, and tell nothing.
   Status record(Tick* tick);
-  bool captured() const;
+  // An event now and then, so that copies can start at a point of the stream instead of behind all
+  // that the host has queued since: one for each kFine bytes of work noted here.
+  void note_work(Bytes bytes);
+  bool captured();
   // Goes on, in order, on `spare`, and leaves the stream it was on there. What is queued on one
   // stream reaches the copy engine in one go and holds up everybody else's copies until it is done;
   // a copy that waits for another stream's lets others through between the two.
   Status hop(driver::Stream* spare);
   // The earliest recorded event at or after `seq`, recording one if there is none yet.
   Status event_for(Seq seq, driver::Event* event, Seq* actual);
-  // Whether the work up to `seq` is done; asks the driver once, never waits, never records.
+  // Whether the work up to `seq` is done; asks the driver at most once a call of ours for what is
+  // not, never waits, never records.
   bool passed(Seq seq);
+  // The same, from what is known already.
+  bool known_passed(Seq seq) const { return seq <= passed_; }
+  // All work queued so far is known to be done: the GPU was waited for.
+  void all_passed();
 
   // How far this stream has been made to wait on each other clock.
   Seq waited(std::uint32_t clock) const { return clock < waited_.size() ? waited_[clock] : 0; }
   void set_waited(std::uint32_t clock, Seq seq);
 
  private:
+  friend class ClockBank;
   // Older ticks are answered by the oldest event kept: later than need be, and safe.
   static constexpr Seq kRing = 2048;
+  static constexpr Bytes kFine = 16_MiB;
 
-  const driver::Table& table_;
+  Seq oldest() const { return next_ > kRing ? next_ - kRing : 1; }
+
+  Gate& gate_;
   const int& captures_;  // the bank's count of captures under way
   driver::Stream stream_;
+  driver::Context context_;
   const std::uint32_t index_;
   Seq next_ = 1;
   Seq passed_ = 0;
+  Seq not_passed_ = kNever;          // the least that had not passed,
+  std::uint64_t not_passed_turn_ = 0;  // asked in this turn
+  std::uint64_t captured_turn_ = 0;  // when last asked
+  bool captured_ = false;
+  bool named_ = false;  // a tick that no event stands for yet was handed out
+  Bytes work_ = 0;      // noted since the last event
+  std::uint32_t holders_ = 0;  // arenas, lanes, held blocks and users that rely on this clock
   std::vector<driver::Event> ring_;
   std::vector<Seq> waited_;
 };
 
-// All clocks of one device.
+// All clocks of one device. A clock that nothing relies on any more serves the next new stream: its
+// numbers go on, so that old ticks stay in the past.
 class ClockBank {
  public:
-  explicit ClockBank(const driver::Table& table) : table_(table) {}
+  explicit ClockBank(Gate& gate) : gate_(gate) {}
 
-  StreamClock& of(driver::Stream stream);
+  StreamClock& of(driver::Stream stream) { return of(stream, nullptr); }
+  // The default stream of another device, by its context.
+  StreamClock& of(driver::Stream stream, driver::Context context);
   void capture(int change) { captures_ += change; }
   int captures() const { return captures_; }
   StreamClock& at(std::uint32_t index) { return clocks_[index]; }
   std::uint32_t size() const { return static_cast<std::uint32_t>(clocks_.size()); }
+  Gate& gate() { return gate_; }
+
+  // Whoever relies on a clock for longer than a call says so: it is not reused meanwhile.
+  void hold(StreamClock& clock) { ++clock.holders_; }
+  void let_go(StreamClock& clock) { --clock.holders_; }
+  bool relied_on(const StreamClock& clock) const { return clock.holders_ > 0; }
+  // The clock's stream works on the block too, until `forget_users`.
+  void add_user(Block* block, const StreamClock& clock);
+  void forget_users(Block* block);
+
   // Work queued on `waiter` from now on runs after `tick`. Nothing to do on the tick's own stream
-  // (rule S7) or when an earlier wait already covers it.
+  // (rule S7), when an earlier wait already covers it, or when it is known to be past.
   Status order_after(StreamClock& waiter, Tick tick);
   Status order_after(StreamClock& waiter, const Fence& fence);
   // Whether `waiter` needs no wait for `fence`: already ordered, or already done.
   bool settled(const StreamClock& waiter, const Fence& fence);
 
  private:
-  const driver::Table& table_;
+  static constexpr std::size_t kMany = 16;  // clocks, before one is looked for that can be reused
+
+  StreamClock* reusable();
+  driver::Context foreign_context(driver::Stream stream);
+
+  Gate& gate_;
   int captures_ = 0;
   std::deque<StreamClock> clocks_;
 };

@@ -1,21 +1,10 @@
 #include "core/victim.hpp"
 
 #include <deque>
-#include <tuple>
 
 namespace stagehand::core {
 
 namespace {
-
-struct Cost {
-  bool any_victim;
-  std::uint64_t soonest;  // the greatest age
-  Bytes victim_bytes;
-  std::uint64_t last_copy;  // the greatest
-  Bytes bytes;
-
-  auto key() const { return std::tie(any_victim, soonest, victim_bytes, last_copy, bytes); }
-};
 
 // The greatest of one number in a window that only moves forward: candidates for the maximum, in
 // falling order.
@@ -48,7 +37,6 @@ class SlidingMaximum {
 // Two ends that only move forward: for every first block the shortest run that holds `bytes`.
 Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
   Window best;
-  Cost best_cost{};
   SlidingMaximum ages(&Candidate::age);
   SlidingMaximum copies(&Candidate::copy);
   Bytes held = 0;
@@ -74,11 +62,10 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
     victim_bytes += is_victim ? last.size : 0;
     victim_count += is_victim ? 1 : 0;
     for (; held >= bytes; ++begin) {
-      const Cost cost{victim_count > 0, ages.value(blocks), victim_bytes, copies.value(blocks),
-                      held};
-      if (!best.found || cost.key() < best_cost.key()) {
-        best = {begin, end + 1, true, victim_count};
-        best_cost = cost;
+      const WindowCost cost{victim_count > 0, ages.value(blocks), victim_bytes, copies.value(blocks),
+                            held};
+      if (!best.found || cost < best.cost) {
+        best = {begin, end + 1, true, victim_count, cost};
       }
       const bool victim_leaves = blocks[begin].kind == Candidate::Kind::victim;
       ages.leave(begin);

@@ -1,6 +1,7 @@
 // Which blocks to evict for a request: pure decisions over a snapshot of one arena.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <span>
 
@@ -20,6 +21,18 @@ struct Candidate {
   // Of a victim: place in the order of next use; 0 = needed last, or it leaves in any case.
   std::uint64_t age = 0;
   std::uint64_t copy = 0;  // the number of the copy out that still reads it, 0 = none
+  bool idle = false;       // free for whoever may have it, which is not always who asks
+};
+
+// Less is better: in this order.
+struct WindowCost {
+  bool any_victim = false;
+  std::uint64_t soonest = 0;  // the greatest age
+  Bytes victim_bytes = 0;
+  std::uint64_t last_copy = 0;  // the greatest
+  Bytes bytes = 0;
+
+  auto operator<=>(const WindowCost&) const = default;
 };
 
 struct Window {
@@ -27,6 +40,7 @@ struct Window {
   std::size_t end = 0;  // one past the last
   bool found = false;
   std::size_t victims = 0;
+  WindowCost cost;
 };
 
 // The run of neighbours that makes a hole of `bytes` at the least cost: a run without victims if

@@ -49,6 +49,7 @@ inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kNotReady = 600;
+inline constexpr Result kCaptureImplicit = 906;  // of the default stream, which a capture forbids
 
 inline constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kWaitValueGeq = 0;          // CU_STREAM_WAIT_VALUE_GEQ
@@ -118,6 +119,7 @@ static_assert(sizeof(CopyAttributes) == 24);
   X(stream_synchronize,    cuStreamSynchronize,   (Stream stream)) /* W */                         \
   X(stream_wait_value64,   cuStreamWaitValue64,   (Stream stream, DevicePtr address, std::uint64_t value, unsigned flags)) \
   X(stream_is_capturing,   cuStreamIsCapturing,   (Stream stream, int* status))                    \
+  X(stream_get_ctx,        cuStreamGetCtx,        (Stream stream, Context* context))               \
   X(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                  \
   X(event_create,          cuEventCreate,         (Event* event, unsigned flags)) /* C */          \
   X(event_destroy,         cuEventDestroy,        (Event event))                                   \

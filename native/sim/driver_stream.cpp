@@ -147,6 +147,13 @@ STAGEHAND_SIM_API cuStreamIsCapturing(Stream handle, int* status) {
   });
 }
 
+STAGEHAND_SIM_API cuStreamGetCtx(Stream handle, Context* context) {
+  return stream_call(Function::cuStreamGetCtx, handle, [&](Gpu&, StreamState& stream) {
+    *context = context_of(stream.device);
+    return kSuccess;
+  });
+}
+
 STAGEHAND_SIM_API cuThreadExchangeStreamCaptureMode(int* mode) {
   return driver_call(Function::cuThreadExchangeStreamCaptureMode, [&](Gpu& machine) {
     if (mode == nullptr || *mode < 0 || *mode > driver::kCaptureModeRelaxed) {

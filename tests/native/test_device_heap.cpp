@@ -12,8 +12,9 @@ namespace {
 struct Heap {
   explicit Heap(Bytes memory = 512_MiB)
       : rig({.memory = memory}),
-        clocks(rig.driver),
-        heap(rig.driver, 0, memory, 2_MiB, clocks, counters),
+        gate(rig.driver),
+        clocks(gate),
+        heap(0, memory, 2_MiB, clocks, counters),
         stream(rig.stream()) {
     stagehand_sim_progress(0);
   }
@@ -40,12 +41,12 @@ struct Heap {
   }
   void give(Block* block) {
     block->owned_by_torch = false;
-    block->idle_from = block->arena->clock.upcoming();
+    block->idle_from = block->clock->upcoming();
     counters.vacate(block->size);
     heap.give(block);
   }
   void fill(const Block* block, std::uint64_t seed) {
-    CHECK_EQ(stagehand_sim_fill(block->arena->clock.stream(), block->address, block->size, seed),
+    CHECK_EQ(stagehand_sim_fill(block->clock->stream(), block->address, block->size, seed),
              0);
   }
   void verify() {
@@ -57,6 +58,7 @@ struct Heap {
   }
 
   test::CoreRig rig;
+  Gate gate;
   ClockBank clocks;
   Counters counters;
   DeviceHeap heap;
@@ -335,7 +337,7 @@ TEST("contents survive everything that happens to other blocks") {
     Block* run = t.own(t.heap.take_run(t.arena(), last, last, last->size));
     t.fill(run, 200);
     for (std::uint64_t i = 0; i < kept.size(); ++i) {
-      stagehand_sim_check(kept[i]->arena->clock.stream(), kept[i]->address, kept[i]->size, i);
+      stagehand_sim_check(kept[i]->clock->stream(), kept[i]->address, kept[i]->size, i);
     }
     stagehand_sim_drain();
     t.verify();

@@ -11,12 +11,13 @@ namespace {
 
 // A ledger, and a live block for records to name.
 struct Books {
-  Books() : clock(table, captures, nullptr, 0), arena({}, clock, nodes, Address{1} << 40, 64_MiB) {
-    block.arena = &arena;
+  Books() : clock(gate, captures, nullptr, 0), arena({}, clock, nodes, Address{1} << 40, 64_MiB) {
+    block.clock = &clock;
   }
   Record* open() { return ledger.open(&block, 0, 512); }
 
   driver::Table table;
+  Gate gate{table};
   const int captures = 0;
   StreamClock clock;
   BlockNodes nodes;

@@ -254,16 +254,31 @@ TEST("growth counts what is under way against the host limit") {
   pool.pool.finish_growth(second, false);
 }
 
-TEST("what somebody waits for is pinned before the initial counts, and asked for once") {
+TEST("what the driver refuses is asked for again after a while, then after twice as long") {
   Pool pool({{1_MiB, 4_MiB}, {4, 2}}, 64_MiB);
-  CHECK(pool.pool.ask(4_MiB));
-  const Chunk chunk = pool.pool.start_growth_ahead();
-  CHECK_EQ(chunk.slab_bytes, 4_MiB);
-  CHECK(pool.pool.ask(4_MiB));  // under way
-  CHECK(pool.pool.ask(1_MiB));  // nothing is left for it: what is under way may do
-  CHECK_EQ(pool.pool.start_growth_ahead().size, 0);
+  const auto refused = [&] {
+    const Chunk chunk = pool.pool.start_growth(4_MiB);
+    CHECK_EQ(chunk.slab_bytes, 4_MiB);
+    pool.pool.finish_growth(chunk, false);
+  };
+  refused();
+  for (const int patience : {1, 2, 4}) {
+    for (int i = 0; i < patience; ++i) {
+      CHECK_EQ(pool.pool.start_growth(4_MiB).size, 0);
+      pool.pool.retry();
+    }
+    refused();
+  }
+  CHECK_EQ(pool.pool.start_growth(4_MiB).size, 0);
+}
+
+TEST("slabs that are being made are known to be coming") {
+  Pool pool({{1_MiB, 4_MiB}, {4, 2}}, 64_MiB);
+  const Chunk chunk = pool.pool.start_growth(4_MiB);
+  CHECK(pool.pool.coming(4_MiB));
+  CHECK(!pool.pool.coming(1_MiB));
   pool.pool.finish_growth(chunk, false);
-  CHECK(!pool.pool.ask(4_MiB));
+  CHECK(!pool.pool.coming(4_MiB));
 }
 
 TEST("spare slabs are due when few are left where slabs are taken") {
@@ -283,7 +298,6 @@ TEST("a limit below one slab of the smallest class pins nothing") {
   Pool pool({{1_MiB, 4_MiB}, {4, 2}}, 1_MiB - 1);
   CHECK_EQ(pool.pool.start_growth_ahead().size, 0);
   CHECK(!pool.grow(1));
-  CHECK(!pool.pool.ask(1));
   CHECK(pool.take(1, true).empty());
 }
 
@@ -352,9 +366,10 @@ TEST("a slab keeps its fence through the free list") {
   pool.pool.give(slab);
 }
 
-TEST("pageable memory is outside the pool and given back at once") {
+TEST("pageable memory is outside the pool, and its giver's again once it is given back") {
   Pool pool;
-  Slab* slab = pool.pool.take_pageable(100'000);
+  std::byte* host = map_host(PinnedPool::pageable_bytes(100'000), -1);
+  Slab* slab = pool.pool.add_pageable(host, 100'000);
   CHECK(slab->pageable);
   CHECK(slab->size >= 100'000);
   CHECK_EQ(pool.counters.pageable_bytes, slab->size);
@@ -363,6 +378,7 @@ TEST("pageable memory is outside the pool and given back at once") {
   pool.pool.give(slab);
   CHECK_EQ(pool.counters.pageable_bytes, 0);
   CHECK(pool.take(1).empty());
+  unmap_host(host, PinnedPool::pageable_bytes(100'000));
 }
 
 // Shrinking --------------------------------------------------------------------------------------
@@ -382,7 +398,8 @@ TEST("taking all chunks unregisters everything, and the pool grows again") {
 
 TEST("shrinking gives back chunks no slab of which is taken or named by a copy under way") {
   Pool pool({{1_MiB}, {2}}, 2_MiB);
-  ClockBank clocks(pool.rig.driver);
+  Gate gate(pool.rig.driver);
+  ClockBank clocks(gate);
   const driver::Stream s = pool.rig.stream();
   for (Bytes limit = 2_MiB; limit <= 6_MiB; limit += 2_MiB) {
     pool.pool.configure(pool.pool.classes(), limit);
@@ -425,11 +442,13 @@ TEST("what storages asked for is remembered by size, with the most at once") {
   CHECK(pool.grow(1));
   const auto one = pool.take(100_KiB);
   const auto two = pool.take(100_KiB);
-  Slab* pageable = pool.pool.take_pageable(77);
+  std::byte* host = map_host(PinnedPool::pageable_bytes(77), -1);
+  Slab* pageable = pool.pool.add_pageable(host, 77);
   pool.give(one);
   pool.give(two);
   pool.give(pool.take(100_KiB));
   pool.pool.give(pageable);
+  unmap_host(host, PinnedPool::pageable_bytes(77));
   const auto peaks = pool.pool.demand().peaks();
   CHECK_EQ(peaks.size(), 2);
   CHECK_EQ(peaks[0].bytes, 77);

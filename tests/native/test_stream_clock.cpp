@@ -16,7 +16,8 @@ struct Clocks {
   static std::uint64_t calls(const char* symbol) { return stagehand_sim_call_count(symbol); }
 
   test::CoreRig rig;
-  ClockBank bank{rig.driver};
+  Gate gate{rig.driver};
+  ClockBank bank{gate};
   driver::Stream first = rig.stream();
   driver::Stream second = rig.stream();
   StreamClock& a = bank.of(first);
@@ -83,6 +84,25 @@ TEST("a tick has passed once its work is done, and not before") {
   stagehand_sim_drain();
   CHECK(clocks.a.passed(tick.seq));
   CHECK(!clocks.a.passed(clocks.a.upcoming()));  // no event tells of work after the last one
+}
+
+TEST("one answer that a tick has not passed stands for all later ticks, until the next call") {
+  Clocks clocks;
+  const Address block = clocks.rig.allocate(64_KiB, clocks.first);
+  stagehand_sim_fill(clocks.first, block, 64_KiB, 1);
+  Tick first;
+  Tick second;
+  clocks.a.record(&first);
+  clocks.a.record(&second);
+  const auto asked = [] { return Clocks::calls("cuEventQuery"); };
+  const std::uint64_t before = asked();
+  for (std::uint64_t call = 1; call <= 2; ++call) {
+    const Entry entry(clocks.gate);
+    CHECK(!clocks.a.passed(first.seq));
+    CHECK(!clocks.a.passed(first.seq));
+    CHECK(!clocks.a.passed(second.seq));
+    CHECK_EQ(asked() - before, call);
+  }
 }
 
 TEST("a passed tick is not asked about again") {

@@ -1,8 +1,7 @@
-#include "core/mover.hpp"
+#include "core/transfers.hpp"
 
 #include <algorithm>
 
-#include "core/arena.hpp"
 #include "core/check.hpp"
 
 namespace stagehand::core {
@@ -11,25 +10,75 @@ namespace {
 constexpr unsigned char kPoison = 0xFF;  // every float type reads it as NaN
 }  // namespace
 
-Status Mover::fence_block(Block* block, Tick tick) {
+Status Transfers::fence_block(Block* block, Tick tick) {
   if (block->fence.add(tick)) {
     return Status::ok;
   }
-  StreamClock& own = block->arena->clock;
+  StreamClock& own = *block->clock;
   const Status status = clocks_.order_after(own, tick);
   block->idle_from = own.upcoming();  // who waits for the block's own stream waits for the tick too
   return status;
 }
 
+// Foreign streams get an event each where their work on the block ends: few blocks have any.
+void Transfers::fence_users(Block* block) {
+  if (block->users == 0) {
+    return;
+  }
+  for (std::uint32_t i = 0; i < clocks_.size(); ++i) {
+    StreamClock& clock = clocks_.at(i);
+    if (!block->used_by(i) || &clock == block->clock) {
+      continue;
+    }
+    Tick tick = clock.now();
+    if (block->in_graph) {
+      tick.seq = kNever;  // inside a captured graph no event tells: not reused while it lives
+    } else if (clock.record(&tick) != Status::ok) {
+      tick = clock.now();
+    }
+    if (fence_block(block, tick) != Status::ok) {
+      block->fence.clear();
+      block->fence.add({i, kNever});  // a leak is better than reuse that nothing orders
+    }
+  }
+  clocks_.forget_users(block);
+}
+
 // What the lane does next comes behind the block's last work, on its own and on foreign streams.
-Status Mover::order_behind(Lane& lane, const Block& block) {
+Status Transfers::order_behind(Lane& lane, const Block& block) {
   const Status status =
-      clocks_.order_after(lane.clock(), {block.arena->clock.index(), block.idle_from});
+      clocks_.order_after(lane.clock(), {block.clock->index(), block.idle_from});
   return status == Status::ok ? clocks_.order_after(lane.clock(), block.fence) : status;
 }
 
+// The same for all of `blocks_`, of each clock the newest point first: it covers the others'.
+Status Transfers::order_behind_newest(Lane& lane) {
+  constexpr std::size_t kClocks = 8;  // blocks of further ones are ordered one by one
+  std::array<Tick, kClocks> newest{};
+  std::size_t count = 0;
+  for (const Block* block : blocks_) {
+    const std::uint32_t clock = block->clock->index();
+    std::size_t i = 0;
+    while (i < count && newest[i].clock != clock) {
+      ++i;
+    }
+    if (i == kClocks) {
+      continue;
+    }
+    newest[i] = {clock, std::max(i < count ? newest[i].seq : 0, block->idle_from)};
+    count = std::max(count, i + 1);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    if (const Status status = clocks_.order_after(lane.clock(), newest[i]);
+        status != Status::ok) {
+      return status;
+    }
+  }
+  return Status::ok;
+}
+
 // One copy for each stretch of the saved range that lies in one piece on the host.
-void Mover::collect(const Record& record, Address address) {
+void Transfers::collect(const Record& record, Address address) {
   Bytes done = 0;
   const Slab* previous = nullptr;
   for (const Slab* slab : record.copy.slabs) {
@@ -46,7 +95,7 @@ void Mover::collect(const Record& record, Address address) {
 }
 
 // Records the event behind what was queued.
-Status Mover::finish(Status status, Lane& lane, Tick* tick) {
+Status Transfers::finish(Status status, Lane& lane, Tick* tick) {
   const Status recorded = lane.clock().record(tick);
   if (recorded != Status::ok) {
     *tick = lane.clock().now();  // the next event on the lane covers it
@@ -56,7 +105,7 @@ Status Mover::finish(Status status, Lane& lane, Tick* tick) {
 }
 
 // Leaves the copy's tick on everything the copy names.
-Status Mover::fence_copy(Status status, Record& record, Block* block, Tick tick) {
+Status Transfers::fence_copy(Status status, Record& record, Block* block, Tick tick) {
   for (Slab* slab : record.copy.slabs) {
     slab->fence.add(tick);  // lanes only: two clocks, always room
   }
@@ -64,7 +113,7 @@ Status Mover::fence_copy(Status status, Record& record, Block* block, Tick tick)
   return status != Status::ok ? status : fenced;
 }
 
-Status Mover::order_copy_out(const Record& record) {
+Status Transfers::order_copy_out(const Record& record) {
   Status status = holds(Rule::S1) ? order_behind(out_, *record.block) : Status::ok;
   for (const Slab* slab : record.copy.slabs) {
     if (status == Status::ok && holds(Rule::S5)) {
@@ -74,8 +123,17 @@ Status Mover::order_copy_out(const Record& record) {
   return status;
 }
 
-Status Mover::copy_out(std::span<Record* const> records) {
+Status Transfers::copy_out(std::span<Record* const> records) {
   copies_.clear();
+  blocks_.clear();
+  for (const Record* record : records) {
+    blocks_.push_back(record->block);
+  }
+  if (holds(Rule::S1)) {
+    if (const Status status = order_behind_newest(out_); status != Status::ok) {
+      return status;
+    }
+  }
   for (Record* record : records) {
     if (const Status status = order_copy_out(*record); status != Status::ok) {
       return status;  // nothing was queued but waits
@@ -91,7 +149,7 @@ Status Mover::copy_out(std::span<Record* const> records) {
   return status;
 }
 
-Status Mover::order_copy_in(const Record& record, const Block* block) {
+Status Transfers::order_copy_in(const Record& record, const Block* block) {
   Status status = holds(Rule::S3) ? order_behind(in_, *block) : Status::ok;
   if (status == Status::ok && holds(Rule::S4)) {
     status = clocks_.order_after(in_.clock(), record.copy.written);
@@ -99,8 +157,17 @@ Status Mover::order_copy_in(const Record& record, const Block* block) {
   return status;
 }
 
-Status Mover::copy_in(std::span<const Arrival> arrivals) {
+Status Transfers::copy_in(std::span<const Arrival> arrivals) {
   copies_.clear();
+  blocks_.clear();
+  for (const auto& [record, block] : arrivals) {
+    blocks_.push_back(block);
+  }
+  if (holds(Rule::S3)) {
+    if (const Status status = order_behind_newest(in_); status != Status::ok) {
+      return status;
+    }
+  }
   for (const auto& [record, block] : arrivals) {
     if (const Status status = order_copy_in(*record, block); status != Status::ok) {
       return status;
@@ -117,11 +184,11 @@ Status Mover::copy_in(std::span<const Arrival> arrivals) {
   return status;
 }
 
-Status Mover::poison(Block* block) {
+Status Transfers::poison(Block* block) {
   StreamClock& lane = out_.clock();
   Status status = order_behind(out_, *block);
   if (status == Status::ok) {
-    status = table_.memset_d8_async(block->address, kPoison, block->size, lane.stream()) ==
+    status = gate_->memset_d8_async(block->address, kPoison, block->size, lane.stream()) ==
                      driver::kSuccess
                  ? Status::ok
                  : Status::driver_failed;

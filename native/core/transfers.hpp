@@ -1,4 +1,5 @@
-// The copies of records on the two lanes. Every ordering a copy needs is queued here, on the
+// The copies of records on the two lanes, in batches: one event stands for all copies of a batch,
+// and one wait for all work they come behind. Every ordering a copy needs is queued here, on the
 // device; nothing here waits on the host. Guarded by the device's lock.
 #pragma once
 
@@ -17,14 +18,17 @@ struct Arrival {
   Block* block = nullptr;
 };
 
-class Mover {
+class Transfers {
  public:
   // Two streams a lane: see Lane.
-  Mover(const driver::Table& table, ClockBank& clocks, const std::array<driver::Stream, 4>& streams)
-      : table_(table),
-        clocks_(clocks),
-        out_(table, Lane::Way::out, clocks.of(streams[0]), streams[1]),
-        in_(table, Lane::Way::in, clocks.of(streams[2]), streams[3]) {}
+  Transfers(ClockBank& clocks, const std::array<driver::Stream, 4>& streams)
+      : clocks_(clocks),
+        gate_(clocks.gate()),
+        out_(gate_, Lane::Way::out, clocks.of(streams[0]), streams[1]),
+        in_(gate_, Lane::Way::in, clocks.of(streams[2]), streams[3]) {
+    clocks_.hold(out_.clock());
+    clocks_.hold(in_.clock());
+  }
 
   Lane& out() { return out_; }
   Lane& in() { return in_; }
@@ -46,18 +50,22 @@ class Mover {
   Status poison(Block* block);
   // Adds a tick to a block's fence, or orders the block's own stream where the fence is full.
   Status fence_block(Block* block, Tick tick);
+  // The block's foreign users have their last work on it queued: it is fenced behind that.
+  void fence_users(Block* block);
 
  private:
   Status order_behind(Lane& lane, const Block& block);
+  Status order_behind_newest(Lane& lane);
   void collect(const Record& record, Address address);
   Status finish(Status status, Lane& lane, Tick* tick);
   Status fence_copy(Status status, Record& record, Block* block, Tick tick);
 
-  const driver::Table& table_;
   ClockBank& clocks_;
+  Gate& gate_;
   Lane out_;
   Lane in_;
-  std::vector<Copy> copies_;  // scratch
+  std::vector<Copy> copies_;        // scratch
+  std::vector<const Block*> blocks_;  // scratch: the other side of a batch
 };
 
 }  // namespace stagehand::core

@@ -1,0 +1,191 @@
+#include "core/departures.hpp"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "core/device.hpp"
+
+namespace stagehand::core {
+
+namespace {
+constexpr Bytes kFreeAhead = 16_MiB;  // what a plan keeps free for the next requests
+}  // namespace
+
+void Departures::retained(Record& record) {
+  if (!d_.budget.armed || !d_.saving) {
+    return;
+  }
+  if (step_ != d_.books.step()) {
+    step_ = d_.books.step();
+    to_leave_.clear();
+    held_back_ = 0;
+  }
+  if (d_.plan.leaves(record.place)) {
+    held_back_ += write_back(record) ? 0 : 1;
+    to_leave_.push_back(Ledger::id_of(record));
+  }
+  write_back_ahead();
+  let_leave();
+}
+
+Departures::Staged Departures::stage(Record& record, bool squeeze, Bytes* missing) {
+  if (!d_.host.take(record.bytes(), squeeze, &record.copy.slabs, missing)) {
+    return Staged::no_slab;
+  }
+  d_.books.stage(record);
+  staged_.push_back(Ledger::id_of(record));
+  staged_bytes_ += record.bytes();
+  return Staged::yes;
+}
+
+// False: the lane's cap holds it back. Never after backward has asked for it.
+bool Departures::write_back(Record& record) {
+  Bytes missing = 0;
+  if (record.clean() || !record.evictable() || record.asked) {
+    return true;
+  }
+  if (d_.transfers.out().full()) {
+    return false;
+  }
+  if (stage(record, false, &missing) == Staged::yes) {
+    ++d_.counters.write_backs;
+    if (staged_bytes_ >= kBatch || staged_.size() >= kBatchCopies || d_.transfers.out().capped()) {
+      flush();
+    }
+  }
+  return true;
+}
+
+void Departures::write_back_ahead() {
+  const bool planned = d_.plan.follows();
+  if (planned ? held_back_ == 0 : d_.counters.occupied <= d_.budget.low) {
+    return;
+  }
+  held_back_ = 0;
+  VictimIndex& victims = d_.books.victims();
+  // Under a plan what a cap held back before.
+  Bytes wanted = kUnlimited;
+  if (!planned) {
+    const Bytes over = d_.counters.occupied - d_.budget.low;
+    wanted = over - std::min(over, victims.clean_bytes());
+  }
+  while (wanted > 0) {
+    Record* record = victims.first_dirty();
+    if (record == nullptr || (planned && !d_.plan.leaves(record->place))) {
+      return;
+    }
+    const Bytes bytes = record->block->size;
+    if (!write_back(*record)) {
+      ++held_back_;
+      return;
+    }
+    if (!record->clean()) {
+      return;  // no slab is there, or the driver refuses
+    }
+    wanted -= std::min(wanted, bytes);
+  }
+}
+
+void Departures::copy_ahead(Bytes bytes) {
+  Bytes missing = 0;
+  const Bytes most = std::min(bytes, kBatch);
+  VictimIndex& victims = d_.books.victims();
+  while (staged_bytes_ < most && staged_.size() < kBatchCopies) {
+    Record* record = victims.first_dirty();
+    if (record == nullptr || stage(*record, false, &missing) != Staged::yes) {
+      break;
+    }
+    ++d_.counters.write_backs;
+  }
+  flush();
+}
+
+Departures::Staged Departures::copy_out(Record& record, bool squeeze, Bytes* missing) {
+  const bool small = record.bytes() < kSmallCopy;
+  if (!record.clean()) {
+    Record* like_it = small ? d_.books.victims().next_small_dirty(record) : nullptr;
+    if (const Staged staged = stage(record, squeeze, missing); staged != Staged::yes) {
+      return staged;
+    }
+    Bytes ignored = 0;
+    for (; like_it != nullptr && staged_.size() < kSmallTogether;) {
+      Record* one = like_it;
+      like_it = d_.books.victims().next_small_dirty(*one);
+      if (stage(*one, false, &ignored) != Staged::yes) {
+        break;
+      }
+      ++d_.counters.write_backs;
+    }
+  }
+  flush();
+  return Staged::yes;
+}
+
+bool Departures::queue(std::span<Record* const> records) {
+  if (d_.transfers.copy_out(records) != Status::ok) {
+    return false;
+  }
+  for (Record* record : records) {
+    d_.books.queued(*record);
+  }
+  return true;
+}
+
+// Slabs and blocks of a copy that was refused half-way carry its tick; the blocks stay as they are.
+void Departures::flush() {
+  if (staged_.empty()) {
+    return;
+  }
+  batch_.clear();
+  for (const RecordId id : staged_) {
+    Record* record = d_.ledger.find(id);
+    if (record != nullptr && record->copy.state == CopyState::staged) {
+      batch_.push_back(record);
+    }
+  }
+  staged_.clear();
+  staged_bytes_ = 0;
+  // In use again meanwhile, and staged again, it is there twice.
+  std::sort(batch_.begin(), batch_.end(),
+            [](const Record* a, const Record* b) { return a->order < b->order; });
+  batch_.erase(std::unique(batch_.begin(), batch_.end()), batch_.end());
+  if (batch_.empty() || queue(batch_)) {
+    return;
+  }
+  for (Record* record : batch_) {  // one of them may be what cannot go
+    Record* const alone[] = {record};
+    if (!queue(alone)) {
+      d_.books.drop_copy(*record);
+    }
+  }
+}
+
+Record* Departures::next_to_leave() {
+  for (; !to_leave_.empty(); to_leave_.pop_front()) {
+    Record* record = d_.ledger.find(to_leave_.front());
+    if (record != nullptr && record->evictable() && record->clean() && !record->asked) {
+      return record;
+    }
+  }
+  return nullptr;
+}
+
+// Planned victims leave as soon as their copies are known to be done, so that requests find free
+// blocks instead of making room one victim at a time; not before memory is about to run short, or
+// more would leave than must. Where the host is far ahead of the GPU none is, and requests take
+// them behind their copies, in the order of these.
+void Departures::let_leave() {
+  const Bytes room = std::min(kFreeAhead, (d_.budget.high - d_.budget.low) / 2);
+  while (!fits_under(d_.counters.occupied, room, d_.ceiling())) {
+    Record* record = next_to_leave();
+    if (record == nullptr || !record->copy.holds_bytes() ||
+        !d_.clocks.at(record->copy.written.clock).passed(record->copy.written.seq)) {
+      return;
+    }
+    d_.room.leave(*record);
+    left();
+  }
+}
+
+}  // namespace stagehand::core

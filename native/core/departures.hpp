@@ -1,0 +1,60 @@
+// Who is copied out ahead of need, and who leaves before anybody asks for room. Copies are staged
+// and go in batches: an event and a wait for each batch, not for each tensor.
+//
+// Guarded by the device's lock.
+#pragma once
+
+#include <deque>
+#include <span>
+#include <vector>
+
+#include "core/ledger.hpp"
+
+namespace stagehand::core {
+
+struct Device;
+
+class Departures {
+ public:
+  explicit Departures(Device& device) : d_(device) {}
+
+  // A record was retained. In forward, what the plan expects to leave is copied out at once;
+  // without a plan, while memory is short, as much of what is needed last as would bring it down
+  // to `low`. Planned victims whose copy is done leave where memory is about to run short.
+  void retained(Record& record);
+
+  enum class Staged { yes, held_back, no_slab };
+  // Takes the slabs there are for a dirty record, and has its copy go with the next batch.
+  // `squeeze` and `missing` as Tier::take.
+  Staged stage(Record& record, bool squeeze, Bytes* missing);
+  // A dirty record's copy, now, and those of small ones like it: a copy costs the same however
+  // small, and theirs is then done when their turn comes.
+  Staged copy_out(Record& record, bool squeeze, Bytes* missing);
+  // Stages what leaves first until so much of it is clean, one batch at most, and queues it.
+  void copy_ahead(Bytes bytes);
+  // Queues what is staged. Whose copy the driver refuses stays dirty.
+  void flush();
+
+  // The planned victim whose copy was queued first and that can leave now; null without.
+  Record* next_to_leave();
+  void left() { to_leave_.pop_front(); }
+
+ private:
+  static constexpr Bytes kBatch = 16_MiB;
+  static constexpr std::size_t kBatchCopies = 64;
+
+  bool write_back(Record& record);
+  void write_back_ahead();
+  void let_leave();
+  bool queue(std::span<Record* const> records);
+
+  Device& d_;
+  std::uint32_t step_ = 0;         // of which the following are
+  std::deque<RecordId> to_leave_;  // planned victims, in the order of their copies
+  std::size_t held_back_ = 0;      // planned write-backs that a cap held back
+  std::vector<RecordId> staged_;
+  Bytes staged_bytes_ = 0;
+  std::vector<Record*> batch_;  // scratch of flush
+};
+
+}  // namespace stagehand::core

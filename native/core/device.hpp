@@ -1,0 +1,72 @@
+// What the pieces of one device share: its lock, its clocks, its books, its settings. Data only;
+// who changes what is said beside each. Guarded by the device's lock (Gate).
+#pragma once
+
+#include <algorithm>
+
+#include "core/books.hpp"
+#include "core/budget.hpp"
+#include "core/counters.hpp"
+#include "core/departures.hpp"
+#include "core/pinned_tier.hpp"
+#include "core/prefetcher.hpp"
+#include "core/room.hpp"
+#include "core/sealer.hpp"
+#include "core/stall_meter.hpp"
+#include "core/transfers.hpp"
+
+namespace stagehand::core {
+
+struct DebugModes {
+  bool evict_everything = false;  // every allocation first evicts all that is retained
+  bool poison = false;            // evicted memory is overwritten once its copy is done
+  bool checksums = false;         // every host copy is checked before it is restored
+};
+
+struct Device {
+  Device(const driver::Table& table, int number, driver::Context context, Bytes bytes,
+         Bytes granularity, const std::array<driver::Stream, 4>& lanes)
+      : number(number),
+        bytes(bytes),
+        granularity(granularity),
+        gate(table, context),
+        clocks(gate),
+        host(gate),
+        stalls(gate, counters),
+        transfers(clocks, lanes),
+        books(*this),
+        departures(*this),
+        room(*this),
+        prefetcher(*this),
+        sealer(*this) {}
+
+  // Where growth stops before anything is evicted: `high`, unless the step is known to need more
+  // live memory than that anyway; evicting then would move bytes and hold nothing down.
+  Bytes ceiling() const {
+    return std::min(std::max(budget.high, plan.unavoidable()), budget.limit);
+  }
+  Bytes live() const { return counters.occupied - std::min(counters.occupied, counters.retained); }
+
+  const int number;
+  const Bytes bytes;  // of the device
+  const Bytes granularity;
+  Gate gate;
+  ClockBank clocks;
+  Counters counters;  // beside what each piece counts
+  PinnedTier host;
+  StallMeter stalls;
+  Transfers transfers;
+  Plan plan;      // told by Books and the stores
+  Ledger ledger;  // changed by Books
+  Budget budget;  // changed by Books
+  DebugModes debug;
+  bool saving = false;  // the last that happened to a record: saved, not asked for
+  Store* store = nullptr;
+  Books books;
+  Departures departures;
+  Room room;
+  Prefetcher prefetcher;
+  Sealer sealer;
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,304 @@
+#include "core/heap_store.hpp"
+
+#include <algorithm>
+
+#include "core/check.hpp"
+#include "core/device.hpp"
+
+namespace stagehand::core {
+
+namespace {
+constexpr Bytes kSmallVictims = 16_MiB;  // leave together
+// Moving memory costs the host about as long as the link takes for this: 7 ms on an H200, where
+// creating, mapping, opening and unmapping a piece are 50 us together.
+constexpr Bytes kWorthMoving = 384_MiB;
+}  // namespace
+
+HeapStore::HeapStore(Device& device)
+    : d_(device),
+      heap_(device.number, device.bytes, device.granularity, device.clocks, device.counters),
+      search_(device.books.victims(), device.plan, device.clocks) {}
+
+void HeapStore::set_state(Block* block, BlockState state) {
+  block->arena->set_state(block, state);
+}
+
+// torch's pluggable interface does not say of which device a stream is, and the default streams of
+// all are null. Said of a block of the default stream, it is another device's that is meant.
+void HeapStore::record_stream(Block* block, driver::Stream stream) {
+  if (stream == nullptr && block->clock->stream() == nullptr) {
+    for (driver::Context peer : peers_) {
+      d_.clocks.add_user(block, d_.clocks.of(nullptr, peer));
+    }
+    return;
+  }
+  const StreamClock& clock = d_.clocks.of(stream);
+  if (&clock != block->clock) {
+    d_.clocks.add_user(block, clock);
+  }
+}
+
+bool HeapStore::keep(Address address) {
+  Block* block = heap_.find(address);
+  if (block == nullptr || block->state != BlockState::live) {
+    return false;
+  }
+  block->keep = true;
+  return true;
+}
+
+Bytes HeapStore::bytes_for(const Record& record) const {
+  return DeviceHeap::block_bytes(record.returning_bytes());
+}
+
+Block* HeapStore::make(Entry& entry, Record& record, Status* status) {
+  return allocate(entry, bytes_for(record), record.stream, 0, status);
+}
+
+Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
+  const Record* record = d_.ledger.find(id);
+  Arena* arena = heap_.arena_for(record->stream, bytes, 0);
+  Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
+  if (block != nullptr) {
+    d_.books.hand_out(block);
+  }
+  return block;
+}
+
+bool HeapStore::begin_step(Bytes target) {
+  return d_.counters.mapped > target && heap_.has_free_piece();
+}
+
+Bytes HeapStore::in_use() const { return d_.counters.occupied; }
+
+Bytes HeapStore::trim(Entry& entry, Bytes target) {
+  return d_.room.wait_for_gpu(entry) ? heap_.trim(target) : 0;
+}
+
+Status HeapStore::add_peer(int device) {
+  driver::Context context = nullptr;
+  const Status status = heap_.add_peer(device);
+  if (status == Status::ok && device != d_.number &&
+      d_.gate->primary_ctx_retain(&context, device) == driver::kSuccess &&
+      std::find(peers_.begin(), peers_.end(), context) == peers_.end()) {
+    peers_.push_back(context);
+  }
+  return status;
+}
+
+// Walk 1 ------------------------------------------------------------------------------------------
+
+Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
+                           Status* status) {
+  ++d_.counters.allocations;
+  Arena* arena = heap_.arena_for(stream, bytes, graph);
+  if (arena == nullptr) {
+    *status = Status::driver_failed;
+    return nullptr;
+  }
+  Block* block = heap_.take(*arena, bytes);  // step 2: the hot path
+  if (block != nullptr) {
+    ++d_.counters.hits;
+  } else {
+    block = reclaim(entry, *arena, bytes, status);  // steps 3 to 7
+  }
+  if (block != nullptr) {
+    block->in_graph = graph != 0;
+    d_.books.hand_out(block);
+  }
+  return block;
+}
+
+Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* status) {
+  d_.books.forgive();
+  bool pressed = false;  // something was evicted for this request
+  bool waited = false;   // for old addresses to come free
+  Attempt attempt;
+  for (;;) {
+    Block* block = room_without_evicting(arena, bytes);
+    if (block == nullptr && arena.key.graph == 0) {
+      const Evicted result = evict_for(arena, bytes, attempt);
+      pressed = pressed || result == Evicted::yes;
+      if (d_.room.helped(entry, result, attempt)) {
+        continue;
+      }
+    }
+    if (block == nullptr && !waited && heap_.short_of_addresses(arena, bytes)) {
+      waited = true;
+      d_.room.wait_for_gpu(entry);
+      continue;
+    }
+    if (block == nullptr) {
+      block = overshoot(arena, bytes, status);  // step 7
+    }
+    if (block != nullptr && pressed) {  // step 5
+      if (d_.plan.follows()) {
+        evict_next_small(arena);
+      } else {
+        d_.room.evict_to_low(block->size);
+      }
+    }
+    return block;
+  }
+}
+
+Block* HeapStore::room_without_evicting(Arena& arena, Bytes bytes) {
+  heap_.settle(arena);
+  if (Block* block = heap_.take(arena, bytes); block != nullptr) {
+    return block;
+  }
+  if (heap_.grow(arena, bytes, d_.ceiling()) == Status::ok) {  // step 3
+    return heap_.take(arena, bytes);
+  }
+  if (arena.key.graph != 0) {
+    return nullptr;
+  }
+  if (Block* block = take_idle_window(arena, bytes); block != nullptr) {
+    return block;
+  }
+  if (heap_.gather(arena, bytes, d_.ceiling()) == Status::ok) {  // step 6, without a wait
+    if (Block* block = heap_.take(arena, bytes); block != nullptr) {
+      return block;
+    }
+    return take_idle_window(arena, bytes);
+  }
+  return nullptr;
+}
+
+Block* HeapStore::take_idle_window(Arena& arena, Bytes bytes) {
+  const FoundWindow window =
+      search_.idle(arena, bytes, d_.transfers.out().clock().index());
+  return window.found
+             ? heap_.take_run(arena, window.blocks->front(), window.blocks->back(), bytes)
+             : nullptr;
+}
+
+// Step 4: the victims that make a hole here. Where it would cost much more than the request lacks,
+// victims that leave in any case, wherever they are: their pieces are moved here. So are those of
+// what is needed last, where no hole can be made.
+Evicted HeapStore::evict_for(Arena& arena, Bytes bytes, Attempt& attempt) {
+  const FoundWindow window =
+      search_.with_victims(arena, bytes, d_.transfers.out().clock().index());
+  if (!window.found || window.leaving > lacking(bytes) + kWorthMoving) {
+    if (const Evicted moved = evict_planned(arena, bytes, attempt); moved != Evicted::nobody) {
+      return moved;
+    }
+  }
+  if (window.found) {
+    return evict_window(window, attempt);
+  }
+  Record* last = d_.books.victims().last_needed(arena.key.small);
+  return last != nullptr ? evict_for_pieces(arena, *last, attempt) : Evicted::nobody;
+}
+
+// Planned victims until the request lacks nothing but a hole; at least one.
+Evicted HeapStore::evict_planned(Arena& arena, Bytes bytes, Attempt& attempt) {
+  Evicted result = Evicted::nobody;
+  do {
+    Record* victim = d_.books.victims().planned(lacking(bytes));
+    if (victim == nullptr) {
+      break;
+    }
+    const Evicted one = evict_for_pieces(arena, *victim, attempt);
+    if (one == Evicted::no_slab) {
+      return result == Evicted::yes ? result : one;
+    }
+    result = result == Evicted::yes ? result : one;
+  } while (lacking(bytes) > 0);
+  return result;
+}
+
+// Evicts a record of any arena for the pieces under it. One of the request's own is settled at
+// once: then its block can join its neighbours, and pieces that reach into both can move too.
+Evicted HeapStore::evict_for_pieces(Arena& arena, Record& record, Attempt& attempt) {
+  const bool here = record.block->arena == &arena;
+  const Evicted result = d_.room.evict(record, attempt);
+  if (result == Evicted::yes && here) {
+    d_.clocks.order_after(arena.clock, record.copy.written);  // or later: the fence stays
+  }
+  return result;
+}
+
+// What must leave at least, wherever it is.
+Bytes HeapStore::lacking(Bytes bytes) const {
+  const Bytes room = d_.ceiling() - std::min(d_.counters.occupied, d_.ceiling());
+  return bytes - std::min(bytes, room);
+}
+
+// Dirty ones are copied in one batch. Evicting may join free neighbours, so the window's own blocks
+// are not looked at again.
+Evicted HeapStore::evict_window(const FoundWindow& window, Attempt& attempt) {
+  victims_.clear();
+  Bytes missing = 0;
+  for (const Block* block : *window.blocks) {
+    if (block->state == BlockState::retained) {
+      victims_.push_back(block->record);
+    }
+  }
+  for (Record* victim : victims_) {
+    if (victims_.size() > 1 && !victim->clean()) {
+      d_.departures.stage(*victim, false, &missing);
+    }
+  }
+  Evicted result = Evicted::nobody;
+  for (Record* victim : victims_) {
+    if (!victim->evictable()) {
+      continue;
+    }
+    const Evicted one = d_.room.evict(*victim, attempt);
+    if (one != Evicted::yes) {
+      return result == Evicted::yes ? result : one;
+    }
+    result = one;
+  }
+  return result;
+}
+
+// Under a plan, small victims leave a few at a time, and the stream is put behind their copies at
+// once: the next requests then find free blocks, where each would have to search for room.
+void HeapStore::evict_next_small(Arena& arena) {
+  Bytes room = kSmallVictims;
+  for (Record* record = d_.departures.next_to_leave();
+       record != nullptr && record->block->size <= room && record->block->arena == &arena;
+       record = d_.departures.next_to_leave()) {
+    if (!record->copy.holds_bytes()) {
+      d_.departures.flush();
+    }
+    if (!record->copy.holds_bytes() ||
+        d_.clocks.order_after(arena.clock, record->copy.written) != Status::ok) {
+      break;
+    }
+    room -= record->block->size;
+    d_.room.leave(*record);
+    d_.departures.left();
+  }
+  heap_.settle(arena);
+}
+
+// Step 7.
+Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
+  const Bytes before = d_.counters.mapped;
+  const Status grown = heap_.grow(arena, bytes, d_.budget.limit, 0);
+  Block* block = nullptr;
+  if (grown == Status::ok) {
+    block = heap_.take(arena, bytes);
+  } else if (arena.key.graph == 0 && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {
+    block = heap_.take(arena, bytes);
+    if (block == nullptr) {
+      block = take_idle_window(arena, bytes);
+    }
+  }
+  if (block == nullptr) {
+    *status = grown == Status::driver_failed ? grown : Status::out_of_memory;
+    ++d_.counters.out_of_memory;
+    return nullptr;
+  }
+  if (d_.budget.armed) {
+    const Bytes over = d_.counters.mapped - std::min(d_.counters.mapped, d_.budget.high);
+    d_.counters.overshoot_bytes += std::min(over, d_.counters.mapped - before);
+    d_.books.note_overshoot(d_.live() + bytes);
+  }
+  return block;
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,60 @@
+#include "core/mem_pool_segments.hpp"
+
+#include <algorithm>
+
+namespace stagehand::core {
+
+Address MemPoolSegments::take(Bytes bytes, driver::Stream stream, Bytes limit) {
+  Arena* arena = heap_.arena_for(stream, bytes, 0);
+  if (arena == nullptr) {
+    return 0;
+  }
+  bytes = DeviceHeap::block_bytes(bytes);
+  heap_.settle(*arena);
+  Block* block = heap_.take(*arena, bytes);
+  if (block == nullptr) {
+    const Bytes reserved = cache_.usage().reserved;
+    const Bytes others = reserved - std::min(reserved, counters_.occupied);
+    const Bytes ceiling = limit - std::min(limit, others);
+    if (heap_.grow(*arena, bytes, ceiling) == Status::ok ||
+        heap_.gather(*arena, bytes, ceiling) == Status::ok) {
+      block = heap_.take(*arena, bytes);
+    }
+  }
+  if (block == nullptr) {
+    return 0;
+  }
+  counters_.occupy(block->size);
+  block->owned_by_torch = true;
+  return block->address;
+}
+
+void MemPoolSegments::give(Address address) {
+  Block* block = heap_.find(address);
+  if (block != nullptr && block->state == BlockState::live) {
+    counters_.vacate(block->size);
+    block->owned_by_torch = false;
+    block->idle_from = block->clock->upcoming();
+    heap_.give(block);
+  }
+}
+
+void MemPoolSegments::enter(Pool pool) {
+  const bool any = pool != Pool{};
+  pool_ = pool;
+  thread_ = any ? std::this_thread::get_id() : std::thread::id{};
+  if (any && !ours(pool)) {
+    std::erase_if(pools_, [&](const Pool& old) { return !cache_.has_pool(old); });
+    pools_.push_back(pool);
+  }
+}
+
+CacheMap::Owner MemPoolSegments::owner_here(driver::Stream stream) const {
+  return {stream, std::this_thread::get_id() == thread_ ? pool_ : Pool{}};
+}
+
+bool MemPoolSegments::ours(const Pool& pool) const {
+  return std::find(pools_.begin(), pools_.end(), pool) != pools_.end();
+}
+
+}  // namespace stagehand::core

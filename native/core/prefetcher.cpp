@@ -1,0 +1,245 @@
+#include "core/prefetcher.hpp"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "core/device.hpp"
+
+namespace stagehand::core {
+
+namespace {
+// Records looked at beyond the one unpacked: what is wanted first may be far ahead, but looking
+// costs the host.
+constexpr int kReach = 64;
+constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
+constexpr unsigned kFarTurn = 8;
+constexpr int kMostSkipped = 16;
+// Copies that go together: an event and a wait for all of them. More wait where nothing is short.
+constexpr Bytes kBatch = 16_MiB;
+constexpr Bytes kMostInBatch = 32_MiB;
+
+bool can_come(const Record& record) {
+  return record.state == RecordState::away && !record.waited_for && record.copy.holds_bytes();
+}
+
+}  // namespace
+
+void Prefetcher::begin_step() { reserve_ = std::min(reserve_, d_.budget.low); }
+
+void Prefetcher::leave_more(Bytes bytes) { reserve_ = std::min(reserve_ + bytes, d_.budget.low); }
+
+bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
+  for (;;) {
+    d_.counters.host_waits += record.waited_for ? 1 : 0;
+    while (record.waited_for) {  // another thread waits for its copy: rare, and it ends on its own
+      const Unlocked unlocked(entry);
+      std::this_thread::yield();
+    }
+    if (record.state == RecordState::device) {
+      return true;
+    }
+    SH_CHECK(record.state != RecordState::dropped);  // nothing drops yet
+    if (!d_.sealer.intact(record)) {
+      *status = Status::corrupted;
+      return false;
+    }
+    Block* block = d_.store->make(entry, record, status);
+    if (block == nullptr) {
+      return record.state == RecordState::device;
+    }
+    if (record.state == RecordState::device || record.waited_for) {
+      d_.books.give_back(block);
+      continue;
+    }
+    record.block_begin = record.returning_begin();
+    if (record.copy.slabs.front()->pageable) {
+      *status = restore_pageable(entry, record, block);
+    } else {
+      const Arrival arrival{&record, block};
+      *status = bring_back({&arrival, 1}, false);
+    }
+    return *status == Status::ok;
+  }
+}
+
+// Queues the copies back and puts them on the books; on failure the blocks are given back.
+Status Prefetcher::bring_back(std::span<const Arrival> arrivals, bool ahead) {
+  const Status status = d_.transfers.copy_in(arrivals);
+  // One measurement stands for the batch: whoever asks for its first record asks first.
+  const std::uint32_t pair =
+      status == Status::ok ? d_.stalls.copied(d_.transfers.in().clock().stream(),
+                                              static_cast<std::uint32_t>(arrivals.size()))
+                           : StallMeter::kNone;
+  for (const auto& [record, block] : arrivals) {
+    if (status != Status::ok) {
+      d_.books.give_back(block);
+      continue;
+    }
+    record->stall_pair = record == arrivals.front().record ? pair : StallMeter::kNone;
+    d_.books.arrive(*record, block, ahead);
+  }
+  return status;
+}
+
+// From pageable memory the driver copies while the caller waits. An alias stands for this thread
+// meanwhile: the block is nobody else's.
+Status Prefetcher::restore_pageable(Entry& entry, Record& record, Block* block) {
+  if (const Status status = d_.transfers.order_copy_in(record, block); status != Status::ok) {
+    d_.books.give_back(block);
+    return status;
+  }
+  const Copy copy{block->address + record.begin - record.block_begin,
+                  record.copy.slabs.front()->host, record.bytes()};
+  const driver::Stream stream = d_.transfers.in().clock().stream();
+  ++block->aliases;
+  Status status = Status::driver_failed;
+  d_.books.wait(
+      entry, record, [&] { return d_.transfers.in().copy_now(stream, copy); },
+      [&](bool good) {
+        --block->aliases;
+        if (good) {
+          status = Status::ok;
+          d_.books.arrive(record, block, false);
+        } else {
+          d_.books.give_back(block);
+        }
+      });
+  return status;
+}
+
+// The record that backward is expected to ask for next: by the plan, else the one saved before.
+Record* Prefetcher::next_wanted(const Record& record) {
+  if (!d_.plan.knows(record.place)) {
+    return record.older;
+  }
+  Plan::Place place = record.place;
+  RecordId id;
+  while (d_.plan.next_after(place, &place, &id)) {
+    if (Record* next = d_.ledger.find(id); next != nullptr) {
+      return next;
+    }
+  }
+  return nullptr;
+}
+
+// The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
+// also knows what the step needs for itself until the record is asked for: what was live then the
+// last time, and what is retained by then, must fit below the ceiling too.
+void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Bytes* ahead) {
+  const Bytes from_live = d_.plan.live_after(from.place);
+  const bool planned = from_live > 0;
+  Bytes occupied = d_.counters.occupied;
+  Bytes retained = d_.counters.retained;  // from here on: when the record looked at is asked for
+  Bytes fullest = std::max(occupied, retained + from_live);
+  const Bytes room = d_.budget.low - std::min(d_.budget.low, reserve_);
+  const int reach = far ? kFarReach : kReach;
+  int resident = 0;
+  Record* record = next_wanted(from);
+  for (int i = 0; record != nullptr && i < reach; ++i, record = next_wanted(*record)) {
+    const Record& one = *record;
+    if (one.state == RecordState::device) {
+      retained -= std::min(retained, one.retained() ? one.block->size : 0);
+      if (resident == i) {
+        ++resident;
+        *ahead += one.block->size;
+      }
+    } else if (can_come(one) && !one.copy.slabs.front()->pageable) {
+      const Bytes bytes = d_.store->bytes_for(one);
+      if (!fits_under(occupied, bytes, room) ||
+          (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
+        break;
+      }
+      wanted->push_back({Ledger::id_of(one), bytes, i >= kReach});
+      occupied += bytes;
+      fullest += bytes;
+    }
+    if (planned) {
+      fullest = std::max(fullest, retained + d_.plan.live_after(one.place));
+    }
+  }
+  const bool all = record == nullptr;  // nothing further will be wanted
+  Bytes bytes = 0;
+  for (const Wanted& one : *wanted) {
+    bytes += one.bytes;
+  }
+  if (!all && bytes < kBatch && *ahead >= kBatch) {
+    wanted->clear();  // what is there lasts until a whole batch fits
+  }
+  skip_ = wanted->empty() ? std::min(resident / 2, kMostSkipped) : 0;
+}
+
+void Prefetcher::run(Entry& entry, RecordId from_id) {
+  if (step_ != d_.books.step()) {
+    step_ = d_.books.step();
+    reserve_ = std::min(reserve_ - reserve_ / 8, d_.budget.low);
+    skip_ = 0;
+  }
+  if (!d_.budget.armed || d_.counters.evicted == 0) {
+    return;
+  }
+  const bool far = ++turn_ % kFarTurn == 0;
+  if (skip_ > 0 && !far) {
+    --skip_;
+    return;
+  }
+  Record* from = d_.ledger.find(from_id);
+  if (from == nullptr || d_.transfers.in().full()) {
+    return;
+  }
+  std::vector<Wanted> wanted = std::exchange(spare_, {});
+  wanted.clear();
+  Bytes ahead = 0;
+  choose(*from, far, &wanted, &ahead);
+  bring(entry, wanted, ahead == 0);
+  spare_ = std::move(wanted);
+}
+
+// In batches. Where the first is wanted soon it goes alone, then two, then four: it does not wait
+// for the others.
+void Prefetcher::bring(Entry& entry, std::vector<Wanted>& wanted, bool soon) {
+  const bool capped = d_.transfers.in().capped();
+  std::size_t most = soon || capped ? 1 : wanted.size();
+  for (std::size_t begin = 0; begin < wanted.size();) {
+    std::size_t end = begin;
+    Bytes bytes = 0;
+    bool room = true;
+    while (end < wanted.size() && end - begin < most && bytes < kMostInBatch && room) {
+      Wanted& one = wanted[end];
+      Record* record = d_.ledger.find(one.record);
+      room = record != nullptr && can_come(*record) && d_.sealer.intact(*record);
+      if (room) {
+        one.block = d_.store->make_ahead(entry, one.record, one.bytes, one.far);
+        room = one.block != nullptr;
+      }
+      if (room) {
+        bytes += one.bytes;
+        ++end;
+      }
+    }
+    if (!queue({wanted.data() + begin, end - begin}) || !room ||
+        (capped && d_.transfers.in().full())) {
+      return;
+    }
+    begin = end;
+    most = capped ? 1 : 2 * most;
+  }
+}
+
+bool Prefetcher::queue(std::span<const Wanted> batch) {
+  arrivals_.clear();
+  for (const Wanted& one : batch) {
+    Record* record = d_.ledger.find(one.record);
+    const bool twice = std::any_of(arrivals_.begin(), arrivals_.end(),
+                                   [&](const Arrival& other) { return other.record == record; });
+    if (record == nullptr || !can_come(*record) || twice) {
+      d_.books.give_back(one.block);  // it came back or ended while the lock was given up
+      continue;
+    }
+    record->block_begin = record->returning_begin();
+    arrivals_.push_back({record, one.block});
+  }
+  return arrivals_.empty() || bring_back(arrivals_, true) == Status::ok;
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,61 @@
+// Bringing records back: when backward asks for one, and ahead of that.
+//
+// Guarded by the device's lock. What takes an Entry may give it up.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "core/ledger.hpp"
+#include "core/transfers.hpp"
+
+namespace stagehand::core {
+
+struct Device;
+
+class Prefetcher {
+ public:
+  explicit Prefetcher(Device& device) : d_(device) {}
+
+  // Brings an evicted record back, for who asks for it now. Another thread may do so first: the
+  // lock is given up when room has to be made outside it.
+  bool restore(Entry& entry, Record& record, Status* status);
+  // What comes after the record that was asked for, into room that is free and stays so. Never
+  // evicts, never grows.
+  void run(Entry& entry, RecordId from);
+  // So many bytes came too early, and had to leave again.
+  void leave_more(Bytes bytes);
+  // Something left: what was there ahead is to be looked at again.
+  void look_again() { skip_ = 0; }
+  // A pool is entered.
+  void begin_step();
+
+ private:
+  // What is to come back, and in the end the block for it. By its id: the lock may be given up
+  // while blocks are taken.
+  struct Wanted {
+    RecordId record;
+    Bytes bytes;
+    bool far;
+    Block* block = nullptr;
+  };
+
+  Record* next_wanted(const Record& record);
+  // What fits, in the order of use, from the one after `from` on. `ahead`: bytes that are there
+  // already, before the first that is not.
+  void choose(Record& from, bool far, std::vector<Wanted>* wanted, Bytes* ahead);
+  void bring(Entry& entry, std::vector<Wanted>& wanted, bool soon);
+  bool queue(std::span<const Wanted> batch);
+  Status bring_back(std::span<const Arrival> arrivals, bool ahead);
+  Status restore_pageable(Entry& entry, Record& record, Block* block);
+
+  Device& d_;
+  std::uint32_t step_ = 0;
+  Bytes reserve_ = 0;       // room below `low` to leave; learned, and forgotten slowly
+  unsigned turn_ = 0;
+  int skip_ = 0;  // so many calls have nothing to look for
+  std::vector<Wanted> spare_;      // for its room
+  std::vector<Arrival> arrivals_;  // scratch
+};
+
+}  // namespace stagehand::core

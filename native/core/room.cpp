@@ -1,0 +1,170 @@
+#include "core/room.hpp"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core/device.hpp"
+
+namespace stagehand::core {
+
+void Room::leave(Record& record) {
+  ++d_.counters.clean_evictions;
+  if (d_.debug.poison) {
+    d_.transfers.poison(record.block);
+  }
+  d_.books.leave(record);
+}
+
+Evicted Room::evict(Record& record, Attempt& attempt) {
+  const bool clean = record.clean();
+  if (!record.copy.holds_bytes()) {
+    if (d_.departures.copy_out(record, attempt.squeeze, &attempt.missing) ==
+        Departures::Staged::no_slab) {
+      attempt.lacking = Ledger::id_of(record);
+      return Evicted::no_slab;
+    }
+    if (!record.copy.holds_bytes()) {
+      d_.books.refuse(record);
+      return Evicted::refused;
+    }
+  }
+  leave(record);
+  d_.counters.clean_evictions -= clean ? 0 : 1;
+  d_.counters.dirty_evictions += clean ? 0 : 1;
+  return Evicted::yes;
+}
+
+bool Room::helped(Entry& entry, Evicted result, Attempt& attempt) {
+  if (result != Evicted::no_slab) {
+    return result != Evicted::nobody;
+  }
+  if (d_.host.wait_for(entry, attempt.missing)) {
+    return true;
+  }
+  return !std::exchange(attempt.squeeze, true) || copy_out_pageable(entry, attempt.lacking);
+}
+
+void Room::evict_to_low(Bytes incoming) {
+  Attempt attempt;
+  while (!fits_under(d_.counters.occupied, incoming, d_.budget.low)) {
+    Record* record = d_.books.victims().last_needed(false);
+    if (record == nullptr) {
+      return;
+    }
+    if (!record->clean()) {
+      d_.departures.copy_ahead(d_.counters.occupied + incoming - d_.budget.low);
+    }
+    const Evicted result = evict(*record, attempt);
+    if (result != Evicted::yes && result != Evicted::refused) {
+      return;
+    }
+  }
+}
+
+void Room::evict_all(Entry& entry) {
+  d_.books.forgive();
+  Attempt attempt{true, {}, 0};
+  VictimIndex& victims = d_.books.victims();
+  for (Record* record = victims.last_needed(true); record != nullptr;
+       record = victims.last_needed(true)) {
+    const Evicted result = evict(*record, attempt);
+    if (result == Evicted::no_slab && !d_.host.wait_for(entry, attempt.missing)) {
+      return;
+    }
+  }
+}
+
+// The last resort for a copy: pageable memory, which the driver fills while the caller waits. The
+// block stays where it is meanwhile, so its owners may come and go.
+bool Room::copy_out_pageable(Entry& entry, RecordId id) {
+  const auto victim = [&] {
+    Record* found = d_.ledger.find(id);
+    return found != nullptr && found->evictable() && !found->clean() ? found : nullptr;
+  };
+  const Record* wanted = victim();
+  if (wanted == nullptr) {
+    return true;  // in use again, or clean by now: look again
+  }
+  const Bytes bytes = wanted->bytes();
+  Slab* slab = nullptr;
+  {
+    const Unlocked unlocked(entry);
+    slab = d_.host.take_pageable(bytes);
+  }
+  if (slab == nullptr) {
+    return false;
+  }
+  Record* record = victim();
+  if (record == nullptr || record->bytes() != bytes) {
+    d_.host.give(slab);
+    return true;
+  }
+  const bool ordered = d_.transfers.order_copy_out(*record) == Status::ok;
+  const Copy copy{record->block->address + record->begin - record->block_begin, slab->host, bytes};
+  const driver::Stream stream = d_.transfers.out().clock().stream();
+  ++d_.counters.pageable_copies;
+  bool copied = false;
+  d_.books.wait(
+      entry, *record,
+      [&] { return copied = ordered && d_.transfers.out().copy_now(stream, copy); },
+      [&](bool good) {
+        if (good) {
+          record->copy.slabs.push_back(slab);
+          record->copy.written = Tick{};
+          d_.books.queued(*record);
+        } else {
+          d_.host.give(slab);
+        }
+      });
+  if (record = victim(); !copied && record != nullptr) {
+    d_.books.refuse(*record);
+  }
+  return true;
+}
+
+// Of torch's captures nobody tells: there only the streams that something relies on are waited for,
+// one by one, and not the context, in which another may be captured. A stream that its owner has
+// destroyed is past with all others.
+bool Room::wait_for_gpu(Entry& entry) {
+  const bool told = d_.store->tells_of_captures();
+  if (told && d_.clocks.captures() > 0) {
+    return false;
+  }
+  std::vector<driver::Stream> streams;
+  std::vector<std::uint32_t> gone;
+  for (std::uint32_t i = 0; i < d_.clocks.size(); ++i) {
+    StreamClock& clock = d_.clocks.at(i);
+    if (!d_.clocks.relied_on(clock)) {
+      continue;
+    }
+    Tick tick;
+    if (clock.captured()) {
+      return false;
+    }
+    if (clock.record(&tick) == Status::ok) {
+      streams.push_back(clock.stream());
+    } else {
+      gone.push_back(i);
+    }
+  }
+  ++d_.counters.host_waits;
+  bool all = false;
+  {
+    const Unlocked unlocked(entry);
+    RankedMutex::expect_none_held();
+    const driver::Table& driver = d_.gate.table();
+    all = told ? driver.ctx_synchronize() == driver::kSuccess
+               : std::all_of(streams.begin(), streams.end(), [&](driver::Stream stream) {
+                   return driver.stream_synchronize(stream) == driver::kSuccess;
+                 });
+  }
+  if (all && told) {
+    for (const std::uint32_t i : gone) {
+      d_.clocks.at(i).all_passed();
+    }
+  }
+  return all;
+}
+
+}  // namespace stagehand::core

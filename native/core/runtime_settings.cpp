@@ -1,0 +1,266 @@
+// Opening a device, its settings, and what it tells about itself.
+#include <algorithm>
+#include <utility>
+
+#include "core/report.hpp"
+#include "core/runtime.hpp"
+
+namespace stagehand::core {
+
+Runtime* Runtime::open(const driver::Table& table, int device, std::string* error) {
+  const auto fail = [&](const char* what, driver::Result result) -> Runtime* {
+    const char* name = nullptr;
+    table.get_error_name(result, &name);
+    *error = std::string(what) + " failed with " + (name != nullptr ? name : "an unknown error") +
+             " (" + std::to_string(result) + ") on device " + std::to_string(device);
+    return nullptr;
+  };
+  driver::Context context = nullptr;
+  driver::Result result = table.primary_ctx_retain(&context, device);
+  if (result != driver::kSuccess) {
+    return fail("cuDevicePrimaryCtxRetain", result);
+  }
+  const driver::ContextGuard guard(table, context);
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  result = table.mem_get_info(&free_bytes, &total_bytes);
+  if (result != driver::kSuccess) {
+    return fail("cuMemGetInfo", result);
+  }
+  driver::AllocationProp prop;
+  prop.location.id = device;
+  std::size_t granularity = 0;
+  result = table.allocation_granularity(&granularity, &prop, 0);
+  if (result != driver::kSuccess) {
+    return fail("cuMemGetAllocationGranularity", result);
+  }
+  std::array<driver::Stream, 4> lanes{};  // two streams each
+  for (driver::Stream& lane : lanes) {
+    result = table.stream_create(&lane, driver::kStreamNonBlocking, 0);
+    if (result != driver::kSuccess) {
+      for (const driver::Stream made : lanes) {
+        if (made != nullptr) {
+          table.stream_destroy(made);
+        }
+      }
+      return fail("cuStreamCreateWithPriority", result);
+    }
+  }
+  return new Runtime(table, device, context, total_bytes, std::max<Bytes>(granularity, 2_MiB),
+                     lanes);
+}
+
+Runtime::Runtime(const driver::Table& table, int device, driver::Context context,
+                 Bytes device_bytes, Bytes granularity, const std::array<driver::Stream, 4>& lanes)
+    : d_(table, device, context, device_bytes, granularity, lanes), heap_(d_) {
+  d_.store = &heap_;
+  d_.gate.when_unlocked(
+      [](void* who, Due& due) {
+        for (const Due::HostMemory& one : due.host_memory) {
+          unmap_host(one.host, one.bytes);
+        }
+        if (auto* runtime = static_cast<Runtime*>(who); runtime->uses_torch()) {
+          runtime->torch_->settle_due(due);
+        }
+      },
+      this);
+}
+
+// Budgets -----------------------------------------------------------------------------------------
+
+void Runtime::set_budget(const Budget& budget) {
+  Entry entry(d_.gate);
+  d_.departures.flush();
+  d_.books.arm(budget);
+  const Bytes occupied = d_.store->in_use();
+  d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
+  d_.prefetcher.begin_step();
+  d_.host.begin_step();
+  pool_serial_ = d_.books.serial();
+  const Bytes target = d_.ceiling();  // what the step is known to need again stays
+  if (d_.store->begin_step(target)) {
+    d_.store->trim(entry, target);
+  }
+}
+
+void Runtime::clear_budget() {
+  Entry entry(d_.gate);
+  d_.departures.flush();
+  d_.books.pool_left();
+}
+
+void Runtime::set_limit(Bytes limit) {
+  Entry entry(d_.gate);
+  d_.books.set_process_limit(limit);
+}
+
+void Runtime::set_debug(DebugModes modes) {
+  Entry entry(d_.gate);
+  d_.debug = modes;
+}
+
+void Runtime::set_checksums(bool on) {
+  Entry entry(d_.gate);
+  d_.debug.checksums = on;
+}
+
+// The caps on bytes per second need a pinned word, which takes the driver a moment: without the
+// lock.
+bool Runtime::set_lane_limits(const LaneLimits& limits) {
+  Entry entry(d_.gate);
+  Lane& out = d_.transfers.out();
+  Lane& in = d_.transfers.in();
+  {
+    const Unlocked unlocked(entry);
+    if ((limits.rate_d2h != 0 && !out.pacer().prepare()) ||
+        (limits.rate_h2d != 0 && !in.pacer().prepare())) {
+      return false;
+    }
+  }
+  lane_limits_ = limits;
+  out.limit(limits.inflight_d2h, limits.piece);
+  in.limit(limits.inflight_h2d, limits.piece);
+  out.pacer().set_rate(limits.rate_d2h);
+  in.pacer().set_rate(limits.rate_h2d);
+  return true;
+}
+
+LaneLimits Runtime::lane_limits() {
+  Entry entry(d_.gate);
+  return lane_limits_;
+}
+
+// Host memory -------------------------------------------------------------------------------------
+
+// Slabs of other sizes go, once no record and no copy names one.
+bool Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit,
+                               PinnedOptions options) {
+  if (classes.bytes.empty()) {
+    return false;
+  }
+  Entry entry(d_.gate);
+  std::vector<Chunk> chunks;
+  if (!d_.host.has_classes(classes)) {
+    {
+      const Unlocked unlocked(entry);
+      d_.host.hold(true);
+    }
+    const bool some = counted().pinned_bytes > 0;
+    const bool idle = d_.host.idle() && (!some || d_.room.wait_for_gpu(entry)) && d_.host.idle() &&
+                      d_.host.quiet(d_.clocks);
+    if (idle) {
+      chunks = d_.host.take_chunks();
+    }
+    d_.host.hold(false);
+    if (!idle) {
+      return false;
+    }
+  }
+  d_.host.configure(classes, host_limit, options);
+  const Unlocked unlocked(entry);
+  d_.host.unpin(chunks);
+  return true;
+}
+
+Bytes Runtime::release_pinned(Bytes keep) {
+  Entry entry(d_.gate);
+  const std::vector<Chunk> chunks = d_.host.take_chunks_above(keep, d_.clocks);
+  Bytes released = 0;
+  for (const Chunk& chunk : chunks) {
+    released += chunk.size;
+  }
+  const Unlocked unlocked(entry);
+  d_.host.unpin(chunks);
+  return released;
+}
+
+std::vector<Demand::Peak> Runtime::pinned_demand() { return d_.host.demand(); }
+
+// Device memory -----------------------------------------------------------------------------------
+
+Bytes Runtime::trim(Bytes target) {
+  Entry entry(d_.gate);
+  return d_.store->trim(entry, target);
+}
+
+// The graph may still run, on a stream we have never seen. Where waiting is not allowed now, the
+// memory stays the graph's until the next one is released. Those that others release meanwhile are
+// theirs: their last replay may be younger than this wait.
+void Runtime::release_graph(std::uint64_t graph) {
+  Entry entry(d_.gate);
+  std::vector<std::uint64_t> mine = std::exchange(released_graphs_, {});
+  mine.push_back(graph);
+  if (!d_.room.wait_for_gpu(entry)) {
+    released_graphs_.insert(released_graphs_.end(), mine.begin(), mine.end());
+    return;
+  }
+  for (const std::uint64_t released : mine) {
+    heap_.release_graph(released);
+  }
+}
+
+void Runtime::capture(int change) {
+  Entry entry(d_.gate);
+  d_.clocks.capture(change);
+  Gate::captures().fetch_add(change);
+}
+
+Status Runtime::add_peer(int device) {
+  Entry entry(d_.gate);
+  const Status status = heap_.add_peer(device);
+  return status != Status::ok || torch_ == nullptr ? status : torch_->add_peer(device);
+}
+
+// Reports -----------------------------------------------------------------------------------------
+
+Counters Runtime::counted() {
+  Counters counters = d_.counters;
+  d_.host.add_to(&counters);
+  return counters;
+}
+
+Counters Runtime::counters() {
+  Entry entry(d_.gate);
+  d_.stalls.collect();
+  d_.store->look();
+  return counted();
+}
+
+Budget Runtime::budget() {
+  Entry entry(d_.gate);
+  return d_.budget;
+}
+
+PlanState Runtime::plan_state() {
+  Entry entry(d_.gate);
+  return d_.plan.state();
+}
+
+void Runtime::reset_peaks() {
+  Entry entry(d_.gate);
+  d_.store->reset_peaks();
+  d_.store->look();
+  d_.counters.reset_peaks();
+}
+
+std::string Runtime::report(Bytes bytes) {
+  Entry entry(d_.gate);
+  return out_of_memory_report(d_, counted(), bytes);
+}
+
+std::string Runtime::history(RecordId id) {
+  Entry entry(d_.gate);
+  return record_history(d_.ledger.find(id));
+}
+
+std::string Runtime::invariants_broken() {
+  Entry entry(d_.gate);
+  for (const char* broken : {d_.store->broken(), d_.host.broken(), d_.books.broken()}) {
+    if (broken != nullptr) {
+      return broken;
+    }
+  }
+  return "";
+}
+
+}  // namespace stagehand::core

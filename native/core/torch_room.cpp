@@ -1,0 +1,378 @@
+// Making room in torch's cache: what is evicted at a miss, and which of torch's segments go back to
+// the driver. Under torch's mutex, without the GIL.
+#include <algorithm>
+#include <utility>
+
+#include "core/device.hpp"
+#include "core/requests.hpp"
+#include "core/torch_store.hpp"
+
+namespace stagehand::core {
+
+namespace {
+
+// Owners asked at a miss: the newest, and as many of the others in turn. Where nothing is left to
+// evict, all are.
+constexpr std::size_t kPolled = 256;
+// Room for segments of small requests beyond those of earlier steps: two of torch's 2 MiB and one
+// of its 20 MiB segments.
+constexpr Bytes kSmallSegments = 24_MiB;
+// Less than so many times the request left, of free room and of what can still be evicted: the edge
+// of what a step can be held to.
+constexpr Bytes kEdge = 2;
+constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
+
+}  // namespace
+
+// Segments of small blocks are asked for between the large ones; nothing of a block that stays is
+// moved out of their way.
+Bytes TorchStore::room_for_small() { return kSmallSegments + cache_.small_growth(); }
+
+// Others use the device too, and torch asks only once: what growth may reach at most.
+Bytes TorchStore::roof_of_driver(Bytes growth, Bytes roof) {
+  std::size_t driver_free = 0;
+  std::size_t total = 0;
+  if (!fits_under(d_.counters.mapped, growth, roof) ||
+      d_.gate->mem_get_info(&driver_free, &total) != driver::kSuccess) {
+    return roof;
+  }
+  return std::min<Bytes>(roof, d_.counters.mapped + driver_free);
+}
+
+bool TorchStore::missed(Entry& entry, driver::Stream stream) {
+  // Nothing is let go of while a stream that we rely on is captured, or the one that asks.
+  if (d_.clocks.of(stream).captured()) {
+    return false;
+  }
+  for (std::uint32_t i = 0; i < d_.clocks.size(); ++i) {
+    StreamClock& clock = d_.clocks.at(i);
+    if (d_.clocks.relied_on(clock) && clock.captured()) {
+      return false;
+    }
+  }
+  Due& due = d_.gate.due();
+  take_stuck();
+  if (!d_.budget.armed) {
+    return !due.storages.empty();
+  }
+  d_.books.forgive();
+  ++d_.counters.misses;
+  refresh();
+  poll_newest(kPolled);
+  poll_others(kPolled);
+  const Bytes known = OwnRequest::here() != 0 ? OwnRequest::here() : d_.plan.expected_request();
+  // Once over `high` in a step that is not known, not again for what it asked for already.
+  const bool over = d_.counters.overshoot_bytes > over_at_entry_;
+  const Bytes request = known == 0 && over ? d_.plan.largest_request() : known;
+  const Bytes between = std::max(d_.budget.high - d_.budget.low, kUnknownRequest);
+  const Bytes growth = std::max(known == 0 ? between : 0,
+                                request != 0 ? cache_.growth_for(request) + room_for_small() : 0);
+  const Bytes roof = roof_of_driver(growth, d_.ceiling());
+  if (fits_under(d_.counters.mapped, growth, roof)) {
+    return !due.storages.empty();
+  }
+  if (known == 0) {
+    evict_down(entry);
+  }
+  if (request != 0) {
+    make_hole(entry, request, segments_.owner_here(stream), roof);
+  }
+  d_.sealer.seal(entry);
+  return !due.storages.empty() || due.release_segments;
+}
+
+// Walks the cache's segments, once a miss or so.
+void TorchStore::look_at_cache(const CacheMap::Owner& owner) {
+  cache_.walk(owner, &sight_.stretches);
+  sight_.candidates.clear();
+  sight_.blocks.clear();
+  sight_.of_stretch.clear();
+  departing_.clear();
+  for (const Due::Storage& one : d_.gate.due().storages) {
+    departing_.push_back(one.address);
+  }
+  std::sort(departing_.begin(), departing_.end());
+  VictimIndex& victims = d_.books.victims();
+  victims.last_needed(false);  // files what waits
+  const std::uint32_t out = d_.transfers.out().clock().index();
+  for (const CacheMap::Stretch& stretch : sight_.stretches) {
+    if (stretch.begins_segment) {
+      sight_.candidates.push_back({Candidate::Kind::wall});
+      sight_.blocks.push_back(nullptr);
+    }
+    Block* block = stretch.hole ? nullptr : held_.at(stretch.address);
+    const bool idle = stretch.hole || std::binary_search(departing_.begin(), departing_.end(),
+                                                         stretch.address);
+    Candidate candidate{Candidate::Kind::wall, stretch.bytes};
+    candidate.idle = idle;
+    if (stretch.of_owner && idle) {
+      candidate.kind = Candidate::Kind::idle;
+    } else if (stretch.of_owner && block != nullptr && block->record != nullptr &&
+               block->record->filed.at_all) {
+      candidate.kind = Candidate::Kind::victim;
+      candidate.age = ~block->record->filed.need;
+      candidate.copy = block->record->clean() ? 0 : kNever;
+      for (const Tick& tick : block->fence) {
+        if (candidate.copy == 0 && tick.clock == out && block->clock->waited(out) < tick.seq) {
+          candidate.copy = tick.seq;
+        }
+      }
+    }
+    sight_.of_stretch.push_back(sight_.candidates.size());
+    sight_.candidates.push_back(candidate);
+    sight_.blocks.push_back(block);
+  }
+  sight_.releasable = 0;
+  for (std::size_t i = 0; i < sight_.stretches.size(); ++i) {
+    const bool begins = sight_.stretches[i].begins_segment || i == 0 ||
+                        !sight_.candidates[sight_.of_stretch[i - 1]].idle;
+    if (begins && sight_.candidates[sight_.of_stretch[i]].idle) {
+      sight_.releasable += free_run(i, true);
+    }
+  }
+}
+
+// What torch can give back of the idle run around a stretch: the whole segment, or whole pages of
+// an expandable one. Without the stretch itself: of the runs that it parts.
+Bytes TorchStore::free_run(std::size_t at, bool with) const {
+  const auto& all = sight_.stretches;
+  const auto idle = [&](std::size_t i) { return sight_.candidates[sight_.of_stretch[i]].idle; };
+  if (!all[at].releasable) {
+    return 0;
+  }
+  std::size_t first = at;
+  while (!all[first].begins_segment && idle(first - 1)) {
+    --first;
+  }
+  std::size_t end = at + 1;
+  while (end < all.size() && !all[end].begins_segment && idle(end)) {
+    ++end;
+  }
+  const bool whole =
+      all[first].begins_segment && (end == all.size() || all[end].begins_segment);
+  if (!all[at].by_pages) {
+    return with && whole ? all[end - 1].address + all[end - 1].bytes - all[first].address : 0;
+  }
+  const Address base = all[at].segment;
+  const auto pages = [&](Address begin, Address stop) {
+    return CacheMap::whole_pages(begin - base, stop - base);
+  };
+  const Address stop = all[end - 1].address + all[end - 1].bytes;
+  return with ? pages(all[first].address, stop)
+              : pages(all[first].address, all[at].address) +
+                    pages(all[at].address + all[at].bytes, stop);
+}
+
+// A victim has left: its place is idle once it is dropped.
+void TorchStore::now_idle(Address address) {
+  const auto found = std::lower_bound(
+      sight_.stretches.begin(), sight_.stretches.end(), address,
+      [](const CacheMap::Stretch& one, Address wanted) { return one.address < wanted; });
+  if (found == sight_.stretches.end() || found->address != address) {
+    return;
+  }
+  const auto at = static_cast<std::size_t>(found - sight_.stretches.begin());
+  Candidate& candidate = sight_.candidates[sight_.of_stretch[at]];
+  sight_.releasable -= free_run(at, false);
+  candidate.idle = true;
+  candidate.kind = found->of_owner ? Candidate::Kind::idle : Candidate::Kind::wall;
+  sight_.releasable += free_run(at, true);
+}
+
+// The record needed last leaves. Where none is known to be free, all owners are asked.
+Evicted TorchStore::evict_last(bool of_mem_pools, Attempt& attempt) {
+  VictimIndex& victims = d_.books.victims();
+  Record* last = victims.last_needed(false, of_mem_pools);
+  if (last == nullptr) {
+    poll_newest(watched_.size());
+    last = victims.last_needed(false, of_mem_pools);
+  }
+  if (last == nullptr) {
+    return Evicted::nobody;
+  }
+  const Address address = last->block->address;
+  const Evicted result = d_.room.evict(*last, attempt);
+  if (result == Evicted::yes) {
+    now_idle(address);
+  }
+  return result;
+}
+
+Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
+  victims_.clear();
+  Bytes missing = 0;
+  for (std::size_t i = window.begin; i < window.end; ++i) {
+    if (sight_.candidates[i].kind == Candidate::Kind::victim) {
+      victims_.push_back(sight_.blocks[i]->record);
+    }
+  }
+  for (Record* victim : victims_) {
+    if (victims_.size() > 1 && !victim->clean()) {
+      d_.departures.stage(*victim, false, &missing);
+    }
+  }
+  Evicted result = Evicted::nobody;
+  for (Record* victim : victims_) {
+    if (!victim->evictable()) {
+      continue;
+    }
+    const Evicted one = d_.room.evict(*victim, attempt);
+    if (one != Evicted::yes) {
+      return result == Evicted::yes ? result : one;
+    }
+    result = one;
+  }
+  return result;
+}
+
+// Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
+// enough wholly free segments for a new one of its own, which go back to the driver.
+//
+// Blocks that stay where they are break up large segments, by now and then more than evicting can
+// make good. After a planned step that came near that, the next pool entry gives all free segments
+// back: what it asks for then lies in segments of its own size. Not after every step that had to
+// give segments back: each would be made again in every step.
+void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
+  const Bytes growth = cache_.growth_for(request) + room_for_small();
+  Due& due = d_.gate.due();
+  Attempt attempt;
+  for (bool look = true;;) {
+    if (std::exchange(look, false)) {
+      look_at_cache(owner);
+      Window window;
+      if (request > kSmallLimit) {
+        window = choose_window(sight_.candidates, request);
+      }
+      if (window.found && window.victims == 0 &&
+          (!due.storages.empty() ||
+           (cache_.small_growth() > 0 &&
+            fits_under(d_.counters.mapped, CacheMap::kSmallBuffer, roof)))) {
+        return;  // the hole is there; where it was, what torch lacks is a small segment
+      }
+      if (window.found && window.victims > 0) {
+        look = d_.room.helped(entry, evict_window(window, attempt), attempt);
+        if (look) {
+          continue;
+        }
+        break;
+      }
+    }
+    const Bytes releasable = can_release(sight_.releasable);
+    const Bytes kept = d_.counters.mapped - std::min(d_.counters.mapped, releasable);
+    if (fits_under(kept, growth, roof)) {
+      const Bytes left = roof - kept - growth + d_.counters.retained;
+      due.release_segments = !fits_under(d_.counters.mapped, growth, roof);
+      start_anew_ |= due.release_segments && d_.plan.follows() && left < kEdge * request;
+      return;
+    }
+    const Evicted result = evict_last(owner.pool != CacheMap::Owner{}.pool, attempt);
+    const std::uint64_t turn = d_.gate.turn();
+    if (!d_.room.helped(entry, result, attempt)) {
+      break;
+    }
+    look = d_.gate.turn() != turn;  // the lock was given up: all may be elsewhere
+  }
+  // Torch grows above the ceiling, then: by the least.
+  look_at_cache(owner);
+  due.release_segments = can_release(sight_.releasable) > 0;
+  start_anew_ |= due.release_segments && d_.plan.follows();
+}
+
+// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
+// gives nothing back then: victims serve instead, until the next pool entry.
+Bytes TorchStore::can_release(Bytes free_segments) const {
+  return release_failed_ || segments_.entered() ? 0 : free_segments;
+}
+
+// Nobody knows what is asked for: as much as there is between the two watermarks, and what the
+// requests before took too much.
+void TorchStore::evict_down(Entry& entry) {
+  // Free memory that no whole segment is part of stays mapped, whatever is evicted.
+  const Bytes between = d_.budget.high - d_.budget.low;
+  const Bytes over = std::min(d_.counters.mapped - std::min(d_.counters.mapped, d_.ceiling()),
+                              can_release(cache_.releasable()) + between);
+  const Bytes lowest =
+      std::min(d_.budget.low, d_.ceiling() - std::min(d_.ceiling(), kUnknownRequest));
+  const Bytes target = lowest - std::min(lowest, over);
+  sight_.stretches.clear();
+  Attempt attempt;
+  while (d_.counters.occupied > target) {
+    Record* first = d_.books.victims().last_needed(false);
+    if (first != nullptr && !first->clean()) {
+      d_.departures.copy_ahead(d_.counters.occupied - target);
+    }
+    if (!d_.room.helped(entry, evict_last(true, attempt), attempt)) {
+      break;
+    }
+  }
+  if (over > 0) {
+    look_at_cache({});
+    d_.gate.due().release_segments = can_release(sight_.releasable) > 0;
+  }
+}
+
+// Without the trigger, or while it is blocked, at a pack or unpack: what has been copied out leaves
+// down to `low`. Above `high` the host waits for copies, since torch has grown already. Which
+// stream torch hands a block out on is not known here, so only the host can tell that nothing reads
+// it any more.
+void TorchStore::leave_later(Entry& entry) {
+  if (held_.side().triggers != 0 && !held_.side().blocked()) {
+    return;
+  }
+  take_stuck();
+  if (!d_.budget.armed) {
+    return;
+  }
+  d_.books.forgive();
+  Attempt attempt;
+  while (d_.counters.occupied > d_.budget.low) {
+    Record* record = d_.books.victims().last_needed(false);
+    if (record == nullptr) {
+      return;
+    }
+    if (!record->copy.holds_bytes()) {
+      if (d_.departures.copy_out(*record, attempt.squeeze, &attempt.missing) ==
+          Departures::Staged::no_slab) {
+        attempt.lacking = Ledger::id_of(*record);
+        if (d_.counters.occupied > d_.budget.high &&
+            d_.room.helped(entry, Evicted::no_slab, attempt)) {
+          continue;
+        }
+        return;
+      }
+      if (!record->copy.holds_bytes()) {
+        d_.books.refuse(*record);
+        continue;
+      }
+    }
+    const Tick written = record->copy.written;
+    if (!d_.clocks.at(written.clock).passed(written.seq)) {
+      if (d_.counters.occupied <= d_.budget.high || !wait_for_copy(entry, *record)) {
+        return;
+      }
+      continue;  // it may be in use again
+    }
+    d_.room.leave(*record);
+  }
+}
+
+// Waits, without the lock, until the record's copy out is done. False where that cannot be told.
+bool TorchStore::wait_for_copy(Entry& entry, Record& record) {
+  const Tick written = record.copy.written;
+  driver::Event event = nullptr;
+  Seq actual = 0;
+  if (d_.clocks.at(written.clock).event_for(written.seq, &event, &actual) != Status::ok) {
+    return false;
+  }
+  bool done = false;
+  d_.books.wait(
+      entry, record,
+      [&] {
+        return done = event == nullptr ||
+                      d_.gate.table().event_synchronize(event) == driver::kSuccess;
+      },
+      [](bool) {});
+  return done;
+}
+
+}  // namespace stagehand::core

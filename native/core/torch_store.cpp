@@ -1,0 +1,357 @@
+#include "core/torch_store.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/device.hpp"
+#include "core/requests.hpp"
+
+namespace stagehand::core {
+
+namespace {
+constexpr std::size_t kPolled = 64;  // the newest are what a layer has just let go of
+}  // namespace
+
+TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
+    : d_(device),
+      cache_(cache),
+      held_(side, device.clocks),
+      segments_(device.number, device.bytes, device.granularity, device.clocks, cache) {}
+
+// Saving ------------------------------------------------------------------------------------------
+
+Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool* fresh, Refusal* why) {
+  refresh();
+  const CacheMap::Known known = cache_.known_of(held.address);
+  *why = Refusal::foreign_storage;
+  if (known.kept) {
+    *why = Refusal::kept;
+    return nullptr;
+  }
+  Block* block = held_.find(held.identity);
+  *fresh = block == nullptr;
+  if (block != nullptr) {
+    // Resized since: what is known of it is of before.
+    const bool same = block->address == held.address && block->storage_bytes == held.bytes;
+    if (same) {
+      d_.books.revive(block);
+    }
+    return same ? block : nullptr;
+  }
+  CacheMap::Owner owner{stream, {}};
+  if (held_.side().triggers != 0) {
+    if (!known.owner.has_value()) {
+      return nullptr;
+    }
+    owner = *known.owner;
+  }
+  // A pool of the user's has a purpose we do not know: a CUDA graph's, or registered with NCCL.
+  if (owner.pool != CacheMap::Owner{}.pool && !segments_.ours(owner.pool)) {
+    *why = Refusal::private_pool;
+    return nullptr;
+  }
+  // Parameters, buffers and inputs were there before the pool was entered (rule A2).
+  if (held_.side().triggers != 0 && !known.young) {
+    *why = Refusal::older_than_pool;
+    return nullptr;
+  }
+  return adopt(held, owner);
+}
+
+void TorchStore::forget(Block* block) {
+  block->record = nullptr;
+  held_.let_go(block, true);
+}
+
+void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool fresh) {
+  Block* block = record.block;
+  if (fresh) {
+    // Made again on the stream it is used on from here: autograd runs the node there, and what
+    // torch was told by record_stream goes with the storage.
+    record.stream = stream;
+  }
+  if (const StreamClock& clock = d_.clocks.of(stream); &clock != block->clock) {
+    d_.clocks.add_user(block, clock);
+  }
+  watch(record);
+  poll_newest(kPolled);
+  leave_later(entry);
+}
+
+Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) {
+  HeldStorage with_stream = held;
+  with_stream.stream = owner.stream;
+  Block* block = held_.adopt(with_stream);
+  block->in_mem_pool = owner.pool != CacheMap::Owner{}.pool;
+  block->serial = d_.books.serial();
+  return block;
+}
+
+// Letting go --------------------------------------------------------------------------------------
+
+// Torch's free list has the block once the lock is given up.
+void TorchStore::put_away(Block* block) {
+  const Address address = block->address;
+  if (held_.side().triggers == 0) {
+    cache_.forget_allocated(block->size);  // no event tells
+  }
+  if (void* storage = held_.let_go(block, false); storage != nullptr) {
+    d_.gate.due().storages.push_back({storage, address});
+  }
+}
+
+// The same for a block that torch still uses. Ours may be the last reference by the time it is
+// dropped, or the last but a Python object's: for a thread that has the GIL.
+bool TorchStore::disown(Block* block) {
+  d_.transfers.fence_users(block);
+  if (void* storage = held_.let_go(block, true); storage != nullptr) {
+    orphans_.push_back(storage);
+    orphan_count_.store(orphans_.size(), std::memory_order_relaxed);
+  }
+  return true;
+}
+
+void TorchStore::drop_orphans() {
+  if (orphan_count_.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  std::vector<void*> orphans;
+  {
+    Entry entry(d_.gate);
+    orphans.swap(orphans_);
+    orphan_count_.store(0, std::memory_order_relaxed);
+  }
+  for (void* storage : orphans) {
+    held_.side().drop(storage);
+  }
+}
+
+// What could not be let go of before: of a stream that was being captured.
+void TorchStore::take_stuck() {
+  held_.take_stuck(&d_.gate.due().storages, &orphans_);
+  orphan_count_.store(orphans_.size(), std::memory_order_relaxed);
+}
+
+// Only storages that nobody else refers to are among those due, so no GIL is needed.
+void TorchStore::settle_due(Due& due) {
+  for (const Due::Storage& one : due.storages) {
+    held_.side().drop(one.storage);
+  }
+  if (due.release_segments) {
+    const std::optional<Bytes> released = release_cached();
+    const Lock lock(d_.gate.mutex());
+    release_failed_ |= released == Bytes{0};
+  }
+  if (due.apply_limit) {
+    limit_.apply(held_.side(), d_.number);
+  }
+}
+
+// Nothing where another thread is at it.
+std::optional<Bytes> TorchStore::release_cached() {
+  const Bytes before = cache_.usage().reserved;
+  const bool asked = held_.side().release_cached();
+  const Bytes released = before - std::min(before, cache_.usage().reserved);
+  const Lock lock(d_.gate.mutex());
+  ++d_.counters.host_waits;
+  return asked ? std::optional(released) : std::nullopt;
+}
+
+// Owners ------------------------------------------------------------------------------------------
+
+void TorchStore::handed_out(Record& record) {
+  record.block->owned_by_torch = true;  // as soon as the caller has made its tensor
+  watch(record);
+}
+
+void TorchStore::watch(Record& record) {
+  if (!record.watched) {
+    record.watched = true;
+    watched_.push_back(Ledger::id_of(record));
+  }
+}
+
+// Nobody tells when torch drops a storage that we hold too: the reference count does.
+bool TorchStore::still_used(RecordId id) {
+  Record* record = d_.ledger.find(id);
+  if (record == nullptr) {
+    return false;
+  }
+  Block* block = record->block;
+  if (block != nullptr && block->state == BlockState::live) {
+    if (block->aliases > 0 || !held_.alone(*block)) {
+      return true;
+    }
+    block->owned_by_torch = false;
+    record->watched = false;
+    d_.books.owner_left(block);
+    return false;
+  }
+  record->watched = false;
+  return false;
+}
+
+void TorchStore::poll_newest(std::size_t most) {
+  const std::size_t begin = watched_.size() - std::min(watched_.size(), most);
+  std::size_t kept = begin;
+  for (std::size_t i = begin; i < watched_.size(); ++i) {
+    const RecordId id = watched_[i];
+    if (id.generation == 0) {
+      --unwatched_;
+    } else if (still_used(id)) {
+      watched_[kept++] = id;
+    }
+  }
+  watched_.resize(kept);
+}
+
+// Goes round through all, a few at a time.
+void TorchStore::poll_others(std::size_t most) {
+  for (most = std::min(most, watched_.size()); most > 0; --most, ++cursor_) {
+    cursor_ = cursor_ < watched_.size() ? cursor_ : 0;
+    RecordId& id = watched_[cursor_];
+    if (id.generation != 0 && !still_used(id)) {
+      watched_[cursor_] = {};
+      ++unwatched_;
+    }
+  }
+  if (2 * unwatched_ > watched_.size()) {
+    std::erase_if(watched_, [](const RecordId& id) { return id.generation == 0; });
+    unwatched_ = 0;
+  }
+}
+
+// The books ---------------------------------------------------------------------------------------
+
+void TorchStore::look() { refresh(); }
+
+// What torch's cache says of itself goes into the books.
+void TorchStore::refresh() {
+  const CacheMap::Since since = cache_.since();
+  const CacheMap::Usage& usage = since.usage;
+  Counters& counters = d_.counters;
+  const Bytes spare = segments_.spare();  // kept for the next MemPool: mapped too
+  counters.mapped = usage.reserved + spare;
+  counters.mapped_peak =
+      std::max({counters.mapped_peak, counters.mapped, usage.reserved_peak + spare});
+  counters.occupied = std::max(usage.allocated, counters.retained);
+  counters.occupied_peak = std::max(counters.occupied_peak, usage.allocated_peak);
+  counters.overshoot_bytes = usage.over_mark;
+  if (d_.budget.armed) {
+    d_.plan.requested(since.largest_request);
+    // The peak was between the last look and this one; what was retained then was not less than
+    // the lesser of the two, nor more than the greater, which is what keeps this from overstating.
+    const Bytes peak = since.allocated_peak;
+    const Bytes live = peak - std::min(peak, std::max(live_retained_, counters.retained));
+    counters.live_peak = std::max(counters.live_peak, live);
+    d_.plan.live(live);
+    if (counters.mapped > d_.budget.high) {
+      d_.books.note_overshoot(live);
+    }
+  }
+  live_retained_ = counters.retained;
+}
+
+void TorchStore::look_around(Entry& entry) {
+  refresh();
+  poll_newest(kPolled);
+  leave_later(entry);
+}
+
+bool TorchStore::keep(Address address) {
+  const bool known = held_.side().triggers == 0 || cache_.owner_of(address).has_value();
+  if (known) {
+    cache_.keep(address);
+  }
+  return known;
+}
+
+bool TorchStore::begin_step(Bytes target) {
+  cache_.set_mark(d_.budget.high);
+  cache_.take_largest_request();  // of what ran between two steps
+  cache_.begin_step();
+  d_.gate.due().apply_limit |= limit_.want(d_.budget.limit, d_.bytes);
+  release_failed_ = false;
+  if (held_.side().triggers == 0) {
+    cache_.forget_kept();
+  }
+  refresh();
+  over_at_entry_ = d_.counters.overshoot_bytes;
+  const bool anew = std::exchange(start_anew_, false);
+  return (d_.counters.mapped > target || anew) &&
+         (cache_.releasable() > 0 || segments_.has_free_piece());
+}
+
+void TorchStore::end_step() {
+  cache_.set_mark(kUnlimited);
+  d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
+}
+
+Bytes TorchStore::trim(Entry& entry, Bytes) {
+  Bytes released = 0;
+  {
+    const Unlocked unlocked(entry);
+    released = release_cached().value_or(0);
+  }
+  const bool some = segments_.has_free_piece();  // what MemPools gave back
+  return released + (some && d_.room.wait_for_gpu(entry) ? segments_.trim() : 0);
+}
+
+// Making again ------------------------------------------------------------------------------------
+
+Block* TorchStore::make(Entry& entry, Record& record, Status* status) {
+  HeldStorage held;
+  const Bytes bytes = record.returning_bytes();
+  const driver::Stream stream = record.stream;
+  bool made = false;
+  {
+    const Unlocked unlocked(entry);
+    const OwnRequest request(bytes);
+    made = held_.side().make(d_.number, bytes, stream, false, &held);
+  }
+  if (!made) {
+    ++d_.counters.out_of_memory;
+    *status = Status::out_of_memory;
+    return nullptr;
+  }
+  return adopt_made(held);
+}
+
+// The books have it, though no record has.
+Block* TorchStore::adopt_made(const HeldStorage& held) {
+  refresh();
+  Block* block =
+      adopt(held, cache_.owner_of(held.address).value_or(CacheMap::Owner{held.stream, {}}));
+  block->made_again = true;
+  return block;
+}
+
+// Only into a hole that is there, or below the ceiling; torch is told not to make room for it. What
+// is far ahead takes no new segment: that could not be moved out of the way of a request. Nor does
+// any where the driver has no memory for it: torch would empty its cache, and wait for the GPU.
+Block* TorchStore::make_ahead(Entry& entry, RecordId id, Bytes bytes, bool far) {
+  const driver::Stream stream = d_.ledger.find(id)->stream;
+  if (cache_.largest_hole(segments_.owner_here(stream)) < bytes) {
+    const Bytes growth = cache_.growth_for(bytes);
+    const Bytes roof = d_.ceiling();
+    if (far || !fits_under(d_.counters.mapped, growth + room_for_small(), roof) ||
+        !fits_under(d_.counters.mapped, growth, roof_of_driver(growth, roof))) {
+      return nullptr;
+    }
+  }
+  HeldStorage held;
+  bool made = false;
+  {
+    const Unlocked unlocked(entry);
+    made = held_.side().make(d_.number, bytes, stream, true, &held);
+  }
+  return made ? adopt_made(held) : nullptr;
+}
+
+const char* TorchStore::broken() const {
+  const char* held = held_.broken();
+  return held != nullptr ? held : segments_.broken();
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,119 @@
+// torch's caching allocator as a store (modes "native" and "mempool"): walks 4 and 5. A block is a
+// storage of torch's that we hold a reference to; it leaves by dropping that, and is made again by
+// asking torch.
+//
+// Locks: the GIL, torch's mutex, ours. So torch is asked for memory, and given it, without our
+// lock: what is let go of is due once the lock is given up (Gate::due).
+//
+// Guarded by the device's lock, but for drop_orphans, settle_due and what torch_room.cpp says.
+#pragma once
+
+#include <atomic>
+#include <optional>
+#include <vector>
+
+#include "core/cache_map.hpp"
+#include "core/held_blocks.hpp"
+#include "core/mem_pool_segments.hpp"
+#include "core/refusal.hpp"
+#include "core/room.hpp"
+#include "core/store.hpp"
+#include "core/torch_limit.hpp"
+#include "core/victim.hpp"
+
+namespace stagehand::core {
+
+struct Device;
+
+class TorchStore final : public Store {
+ public:
+  TorchStore(Device& device, const TorchSide& side, CacheMap& cache);
+
+  // What of a storage is to be saved; null with the reason where it is not ours to keep. `fresh`:
+  // the reference is ours from here on.
+  Block* hold(const HeldStorage& held, driver::Stream stream, bool* fresh, Refusal* why);
+  // A storage that was held for nothing: the caller has its reference again.
+  void forget(Block* block);
+  // After a save: looks whether what a layer has just let go of is ours alone by now.
+  void saved(Entry& entry, Record& record, driver::Stream stream, bool fresh);
+  // torch's cache found no free block on this thread and will grow next. True: something was given
+  // back. Under torch's mutex; never takes the GIL.
+  bool missed(Entry& entry, driver::Stream stream);
+  // Gives up references that only a thread with the GIL may drop. With the GIL, without our lock.
+  void drop_orphans();
+  // Drops what is due, and tells torch of limits. Without any lock of ours.
+  void settle_due(Due& due);
+  MemPoolSegments& segments() { return segments_; }
+
+  void set_state(Block* block, BlockState state) override { block->state.move_to(state); }
+  void put_away(Block* block) override;
+  bool disown(Block* block) override;
+  void handed_out(Record& record) override;
+  bool keep(Address address) override;
+  Bytes bytes_for(const Record& record) const override { return record.returning_bytes(); }
+  Block* make(Entry& entry, Record& record, Status* status) override;
+  Block* make_ahead(Entry& entry, RecordId record, Bytes bytes, bool far) override;
+  void look() override;
+  void look_around(Entry& entry) override;
+  bool begin_step(Bytes target) override;
+  void end_step() override;
+  Bytes in_use() const override { return cache_.usage().allocated; }
+  Bytes trim(Entry& entry, Bytes target) override;
+  Status add_peer(int device) override { return segments_.add_peer(device); }
+  bool tells_of_captures() const override { return false; }
+  void reset_peaks() override { cache_.reset_peaks(); }
+  const char* broken() const override;
+
+ private:
+  // Where torch's memory is, at a miss, as choose_window sees it.
+  struct Sight {
+    std::vector<CacheMap::Stretch> stretches;
+    std::vector<Candidate> candidates;  // one a stretch, and a wall before each segment
+    std::vector<Block*> blocks;         // beside them
+    std::vector<std::size_t> of_stretch;  // its place in `candidates`
+    Bytes releasable = 0;  // what torch can give back once what is due is gone
+  };
+
+  Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
+  Block* adopt_made(const HeldStorage& held);
+  void refresh();
+  void take_stuck();
+  void watch(Record& record);
+  bool still_used(RecordId id);
+  void poll_newest(std::size_t most);
+  void poll_others(std::size_t most);
+  std::optional<Bytes> release_cached();
+  // torch_room.cpp
+  void look_at_cache(const CacheMap::Owner& owner);
+  void now_idle(Address address);
+  Bytes free_run(std::size_t stretch, bool with) const;
+  void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
+  Evicted evict_window(const Window& window, Attempt& attempt);
+  Evicted evict_last(bool of_mem_pools, Attempt& attempt);
+  void evict_down(Entry& entry);
+  void leave_later(Entry& entry);
+  bool wait_for_copy(Entry& entry, Record& record);
+  Bytes can_release(Bytes free_segments) const;
+  Bytes room_for_small();
+  Bytes roof_of_driver(Bytes growth, Bytes roof);
+
+  Device& d_;
+  CacheMap& cache_;  // has a lock of its own
+  HeldBlocks held_;
+  MemPoolSegments segments_;
+  TorchLimit limit_;
+  std::vector<RecordId> watched_;  // whose blocks torch or backward may still reach; 0 for none
+  std::size_t unwatched_ = 0;      // of them none
+  std::size_t cursor_ = 0;         // where poll_others goes on
+  std::vector<void*> orphans_;     // storages to drop with the GIL
+  std::atomic<std::size_t> orphan_count_{0};
+  Sight sight_;
+  std::vector<Record*> victims_;    // scratch of evict_window
+  std::vector<Address> departing_;  // scratch of look_at_cache
+  Bytes over_at_entry_ = 0;   // overshoot bytes when the pool was entered
+  Bytes live_retained_ = 0;   // retained at the last refresh
+  bool release_failed_ = false;  // torch gave nothing back when asked last
+  bool start_anew_ = false;  // the next pool entry gives torch's free segments back
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,189 @@
+#include "core/victim_index.hpp"
+
+#include <initializer_list>
+
+#include "core/lane.hpp"
+
+namespace stagehand::core {
+
+void VictimIndex::wait(Record& record) {
+  record.filed.waiting = true;
+  record.filed.previous = nullptr;
+  record.filed.next = waiting_;
+  if (waiting_ != nullptr) {
+    waiting_->filed.previous = &record;
+  }
+  waiting_ = &record;
+}
+
+void VictimIndex::stop_waiting(Record& record) {
+  Record::Filed& filed = record.filed;
+  (filed.previous != nullptr ? filed.previous->filed.next : waiting_) = filed.next;
+  if (filed.next != nullptr) {
+    filed.next->filed.previous = filed.previous;
+  }
+  filed.waiting = false;
+}
+
+void VictimIndex::put(Record& record) {
+  if (record.filed.at_all) {
+    unfile(record);
+  }
+  if (!record.filed.waiting) {
+    wait(record);
+  }
+}
+
+void VictimIndex::remove(Record& record) {
+  if (record.filed.at_all) {
+    unfile(record);
+  } else if (record.filed.waiting) {
+    stop_waiting(record);
+  }
+}
+
+bool VictimIndex::planned_to_leave(const Record& record) const {
+  return record.restores == 0 && !record.asked && plan_.leaves(record.place);
+}
+
+Plan::Use VictimIndex::need(const Record& record) const {
+  return planned_to_leave(record) ? kLeaves : plan_.next_use(record.place, record.order);
+}
+
+void VictimIndex::file(Record& record) {
+  Record::Filed& filed = record.filed;
+  const Block& block = *record.block;
+  filed.at_all = true;
+  filed.clean = record.clean();
+  filed.small = block.small;
+  filed.pool = block.in_mem_pool;
+  filed.leaves = planned_to_leave(record);
+  filed.need = need(record);
+  filed.bytes = block.size;
+  by_need_[filed.small][filed.pool].insert(record);
+  if (filed.leaves && !filed.small) {
+    planned_[filed.clean].insert(record);
+  }
+  filed.counted = filed.clean && !record.asked;
+  clean_bytes_ += filed.counted ? filed.bytes : 0;
+  if (record.asked || filed.clean) {
+    return;
+  }
+  dirty_.insert(record);
+  if (record.bytes() < kSmallCopy) {
+    small_dirty_.insert(record);
+  }
+}
+
+void VictimIndex::unfile(Record& record) {
+  Record::Filed& filed = record.filed;
+  filed.at_all = false;
+  by_need_[filed.small][filed.pool].remove(record);
+  if (record.size_hook.linked) {
+    planned_[filed.clean].remove(record);
+  }
+  if (record.dirty_hook.linked) {
+    dirty_.remove(record);
+  }
+  clean_bytes_ -= filed.counted ? filed.bytes : 0;
+  if (record.small_hook.linked) {
+    small_dirty_.remove(record);
+  }
+}
+
+// What the plan expects of a step may change with a record that it did not expect: then all are
+// filed anew, a few times a step.
+void VictimIndex::file() {
+  if (plan_version_ != plan_.version()) {
+    plan_version_ = plan_.version();
+    for (auto& of_size : by_need_) {
+      for (ByNeed& tree : of_size) {
+        while (Record* record = tree.first()) {
+          unfile(*record);
+          wait(*record);
+        }
+      }
+    }
+  }
+  while (Record* record = waiting_) {
+    stop_waiting(*record);
+    file(*record);
+  }
+}
+
+Record* VictimIndex::last_needed(bool small_too, bool of_mem_pools) {
+  file();
+  const auto best = [&](std::initializer_list<bool> sizes) {
+    Record* found = nullptr;
+    for (const bool small : sizes) {
+      for (const bool pool : {false, true}) {
+        Record* first = pool && !of_mem_pools ? nullptr : by_need_[small][pool].first();
+        if (first != nullptr && (found == nullptr || Later{}(*first, *found))) {
+          found = first;
+        }
+      }
+    }
+    return found;
+  };
+  if (small_too) {
+    return best({false, true});
+  }
+  Record* large = best({false});
+  return large != nullptr ? large : best({true});
+}
+
+Record* VictimIndex::farthest(bool small) {
+  file();
+  return by_need_[small][false].first();
+}
+
+Record* VictimIndex::planned(Bytes bytes) {
+  file();
+  for (const bool clean : {true, false}) {
+    Record* found =
+        planned_[clean].first_that([&](const Record& one) { return one.filed.bytes >= bytes; });
+    if (found != nullptr) {
+      return found;
+    }
+    if (Record* largest = planned_[clean].last(); largest != nullptr) {
+      return largest;
+    }
+  }
+  return nullptr;
+}
+
+Record* VictimIndex::first_dirty() {
+  file();
+  return dirty_.first();
+}
+
+Record* VictimIndex::next_small_dirty(Record& record) {
+  file();
+  return small_dirty_.first_that([&](const Record& one) { return one.order > record.order; });
+}
+
+Bytes VictimIndex::clean_bytes() {
+  file();
+  return clean_bytes_;
+}
+
+const char* VictimIndex::broken(const Ledger& ledger) {
+  file();
+  Bytes clean = 0;
+  for (const Record* r = ledger.oldest(); r != nullptr; r = r->newer) {
+    if (r->filed.at_all != r->evictable()) {
+      return "an evictable record is not in the index of victims, or another is";
+    }
+    if (!r->filed.at_all) {
+      continue;
+    }
+    if (r->filed.clean != r->clean() || r->filed.need != need(*r) ||
+        r->filed.bytes != r->block->size) {
+      return "a record is in the index of victims under what it was";
+    }
+    clean += r->clean() && !r->asked ? r->block->size : 0;
+  }
+  return clean == clean_bytes_ ? nullptr : "clean bytes differ from the index of victims";
+}
+
+}  // namespace stagehand::core
