@@ -2,21 +2,29 @@
 //
 //   TEST("a freed block is reused by the same stream without an event") { CHECK_EQ(events, 0); }
 //
-// A check that fails is printed with its place, and the test goes on. STAGEHAND_TEST_MAIN(), once
-// per program, runs the tests whose promise contains the first argument (all without one) and ends
-// with the line "N passed, N failed".
+// A check that fails is printed with its place, and the test goes on. STAGEHAND_TEST_MAIN() ends a
+// file of tests. One program may have many such files:
+//
+//   native_tests                        every test
+//   native_tests --file test_arena      those of one file; what ctest runs
+//   native_tests [--file F] hazards     those whose promise contains the word
+//
+// The last line is "N passed, N failed".
 #pragma once
 
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
 namespace stagehand::test {
 
 struct Case {
+  const char* file;
   const char* promise;
   void (*body)();
 };
@@ -32,7 +40,9 @@ inline int& failures() {
 }
 
 struct Register {
-  Register(const char* promise, void (*body)()) { cases().push_back({promise, body}); }
+  Register(const char* file, const char* promise, void (*body)()) {
+    cases().push_back({file, promise, body});
+  }
 };
 
 inline void fail(const char* file, int line, const std::string& text) {
@@ -71,30 +81,50 @@ void check_equal(const char* file, int line, const char* text, const Left& left,
   }
 }
 
-inline int run_all(const char* filter) {
+// "test_arena" of "/where/it/was/test_arena.cpp".
+inline std::string_view stem(std::string_view path) {
+  path.remove_prefix(path.rfind('/') == path.npos ? 0 : path.rfind('/') + 1);
+  return path.substr(0, path.rfind('.'));
+}
+
+// True: it kept its promise.
+inline bool run_one(const Case& test) {
+  failures() = 0;
+  try {
+    test.body();
+  } catch (const std::exception& error) {
+    fail(test.promise, 0, std::string("threw: ") + error.what());
+  } catch (...) {
+    fail(test.promise, 0, "threw");
+  }
+  if (failures() > 0) {
+    std::fprintf(stderr, "FAILED: %s\n", test.promise);
+  }
+  return failures() == 0;
+}
+
+// Empty: of every file, with any promise.
+inline int run_all(std::string_view file, std::string_view word) {
   int passed = 0;
   int failed = 0;
   for (const Case& test : cases()) {
-    if (filter != nullptr && std::string(test.promise).find(filter) == std::string::npos) {
-      continue;
-    }
-    failures() = 0;
-    try {
-      test.body();
-    } catch (const std::exception& error) {
-      fail(test.promise, 0, std::string("threw: ") + error.what());
-    } catch (...) {
-      fail(test.promise, 0, "threw");
-    }
-    if (failures() > 0) {
-      ++failed;
-      std::fprintf(stderr, "FAILED: %s\n", test.promise);
-    } else {
-      ++passed;
+    const bool wanted = (file.empty() || stem(test.file) == file) &&
+                        std::string_view(test.promise).find(word) != std::string_view::npos;
+    if (wanted) {
+      ++(run_one(test) ? passed : failed);
     }
   }
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed == 0 && passed > 0 ? 0 : 1;
+}
+
+// Of a program with tests of its own main(): all whose promise contains the word, if there is one.
+inline int run_all(const char* word) { return run_all("", word != nullptr ? word : ""); }
+
+inline int run_arguments(int argc, char** argv) {
+  const bool of_file = argc > 2 && std::strcmp(argv[1], "--file") == 0;
+  const int next = of_file ? 3 : 1;
+  return run_all(of_file ? argv[2] : "", argc > next ? argv[next] : "");
 }
 
 }  // namespace stagehand::test
@@ -103,7 +133,8 @@ inline int run_all(const char* filter) {
 #define STAGEHAND_TEST_JOIN(a, b) STAGEHAND_TEST_JOIN_(a, b)
 #define STAGEHAND_TEST_AS(name, promise)                                                          \
   static void name();                                                                             \
-  static const ::stagehand::test::Register STAGEHAND_TEST_JOIN(name, _registered)(promise, name); \
+  static const ::stagehand::test::Register STAGEHAND_TEST_JOIN(name, _registered)(__FILE__,       \
+                                                                                  promise, name); \
   static void name()
 #define TEST(promise) STAGEHAND_TEST_AS(STAGEHAND_TEST_JOIN(stagehand_test_, __LINE__), promise)
 
@@ -131,7 +162,8 @@ inline int run_all(const char* filter) {
     }                                                                              \
   } while (false)
 
-#define STAGEHAND_TEST_MAIN()                                        \
-  int main(int argc, char** argv) {                                  \
-    return ::stagehand::test::run_all(argc > 1 ? argv[1] : nullptr); \
+// Weak: a program of many files takes one of theirs.
+#define STAGEHAND_TEST_MAIN()                             \
+  __attribute__((weak)) int main(int argc, char** argv) { \
+    return ::stagehand::test::run_arguments(argc, argv);  \
   }
