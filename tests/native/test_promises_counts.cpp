@@ -1,19 +1,10 @@
 // Promises on how often the driver is asked. Counts do not hang on how quick the machine is.
-#include "native/promise_rig.hpp"
+#include "native/planned_step.hpp"
 
 namespace stagehand::core::test {
 namespace {
 
-std::uint64_t calls(const char* symbol) { return stagehand_sim_call_count(symbol); }
-std::uint64_t queries() { return calls("cuEventQuery"); }
-
-// All that a copy costs beside the copy itself.
-std::uint64_t ordering_calls() {
-  return calls("cuEventRecord") + calls("cuStreamWaitEvent") + queries() +
-         calls("cuStreamIsCapturing");
-}
-
-std::uint64_t evictions(const Counters& of) { return of.clean_evictions + of.dirty_evictions; }
+std::uint64_t queries() { return stagehand_sim_call_count("cuEventQuery"); }
 
 TEST("an allocation beside 512 blocks that are being copied out asks for at most two events") {
   constexpr int kBlocks = 512;
@@ -104,86 +95,25 @@ TEST("restores ask for at most two events each, with a GPU 700 of them behind an
   CHECK(queries_of(700, 128_KiB, 0) <= 2 * 700);
 }
 
-// --- Whole steps, the same again and again: 96 tensors of 1 MiB, of which about 40 do not fit.
-constexpr int kLayers = 96;
-constexpr Bytes kHigh = 62_MiB;
-constexpr Bytes kLow = 58_MiB;
-const Machine kStepMachine{
-    .memory = 1_GiB, .classes = {{1_MiB, 4_MiB}, {128, 8}}, .host_limit = 512_MiB};
+// --- Whole steps
 
-void step(CoreRig& rig, driver::Stream s) {
-  rig.budget(kHigh, kLow);
-  std::vector<Held> saved;
-  for (int layer = 0; layer < kLayers; ++layer) {
-    saved.push_back(rig.retain(1_MiB, s));
-    rig.drop(rig.make(1_MiB, s));
-  }
-  rig.runtime->clear_budget();
-  for (; !saved.empty(); saved.pop_back()) {
-    const Unpacked again = rig.unpack(saved.back(), s);
-    rig.drop(rig.make(1_MiB, s));
-    rig.runtime->drop_alias(again.block);
-    rig.runtime->drop_handle(saved.back().record);
-  }
-}
-
-void step(HeldRig& rig, driver::Stream s) {
-  rig.budget(kHigh, kLow);
-  std::vector<SavedTensor> saved;
-  for (int layer = 0; layer < kLayers; ++layer) {
-    saved.push_back(rig.retain(1_MiB + 512, s));  // in torch's large segments
-    rig.drop(rig.make(1_MiB + 512, s));
-  }
-  rig.runtime->clear_budget();
-  for (; !saved.empty(); saved.pop_back()) {
-    const HeldTensor again = rig.unpack(saved.back(), s);
-    rig.drop(rig.make(1_MiB + 512, s));
-    rig.drop_handle(saved.back());
-    rig.drop(again);
-  }
-}
-
-// Calls for each tensor that left and came back, in steps that go as planned.
 template <typename Rig>
-double calls_per_tensor(Rig& rig) {
-  const driver::Stream s = rig.stream();
-  constexpr int kLearning = 5;
-  constexpr int kSteps = 10;
-  Counters was;
-  std::uint64_t before = 0;
-  for (int i = 0; i < kLearning + kSteps; ++i) {
-    if (i == kLearning) {
-      was = rig.counters();
-      before = ordering_calls();
-    }
-    step(rig, s);
-    stagehand_sim_drain();
+void check_planned(double most) {
+  Rig rig(kPlannedMachine);
+  const PlannedCalls found = planned_calls(rig);
+  CHECK(found.evicted_a_step >= 30 && found.evicted_a_step <= 60);  // else it counts another thing
+  if (found.sum() > most) {
+    CHECK_EQ(found.sum(), most);  // shows both
   }
-  const Counters now = rig.counters();
-  const std::uint64_t left = evictions(now) - evictions(was);
-  CHECK(left >= 30 * kSteps && left <= 60 * kSteps);  // else something else was counted
-  CHECK(now.restores + now.prefetches - was.restores - was.prefetches >= left);
-  const double each = static_cast<double>(ordering_calls() - before) / static_cast<double>(left);
   rig.verify_empty();
-  return each;
 }
 
-void check_at_most(double most, double is) {
-  CHECK(is > 0);
-  if (is > most) {
-    CHECK_EQ(is, most);  // shows both
-  }
+TEST("a tensor that leaves and returns as planned costs at most four calls to order its copies") {
+  check_planned<CoreRig>(4);
 }
 
-TEST(
-    "a tensor that leaves and comes back as planned costs at most four calls to order its copies") {
-  CoreRig rig(kStepMachine);
-  check_at_most(4, calls_per_tensor(rig));
-}
-
-TEST("a tensor that leaves and comes back as planned costs at most five calls in torch's modes") {
-  HeldRig rig(kStepMachine);
-  check_at_most(5, calls_per_tensor(rig));
+TEST("a tensor that leaves and returns as planned costs at most five calls in torch's modes") {
+  check_planned<HeldRig>(5);
 }
 
 }  // namespace
