@@ -32,7 +32,9 @@ from torch import nn
 
 Around = Callable[[], AbstractContextManager[Any]]
 SEED = 20
-PATIENCE = 20  # seconds for steps that take milliseconds
+PATIENCE = 10  # seconds for steps that take milliseconds
+SOON = 2e-5  # seconds; longer than a signal's handler takes
+ENOUGH = 20  # that went wrong: no more are tried
 
 
 class Tally:
@@ -209,15 +211,13 @@ class Steps:
         loss.backward()
         return torch.cat([p.grad.flatten() for p in self.model.parameters()])
 
-    def next_step(self) -> str | None:
+    def next_step(self, alarm: Alarm) -> str | None:
         """What is wrong with the next step of this pool, or of a new one."""
-        signal.signal(signal.SIGALRM, hung)
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         try:
+            alarm.patience()
             return self._next_step()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, interrupt)
+            alarm.off()
 
     def _next_step(self) -> str | None:
         for what in ("the same pool", "a new pool"):
@@ -244,20 +244,45 @@ class Steps:
         return None
 
 
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+class Alarm:
+    """The process's timer: interrupts once, or says that nothing has happened for too long.
 
+    The signal is a real one, so that it comes where Python looks for signals, and not where a
+    tracer could raise and no signal ever does.
+    """
 
-def hung(*_: Any) -> None:
-    raise TimeoutError(f"nothing happened for {PATIENCE} s")
+    def __init__(self) -> None:
+        self.interrupts = False
+        signal.signal(signal.SIGALRM, self._rang)
+
+    def interrupt_in(self, seconds: float) -> None:
+        self.interrupts = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def patience(self) -> None:
+        self.interrupts = False
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+
+    def off(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.interrupts = False
+
+    def _rang(self, _: int, frame: FrameType | None) -> None:
+        mine = (At.__call__, Alarm.interrupt_in, Alarm.off, Alarm._rang)
+        if self.interrupts and frame is not None and frame.f_code in [m.__code__ for m in mine]:
+            return self.interrupt_in(SOON)  # not yet in what is to be interrupted
+        was, self.interrupts = self.interrupts, False
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        raise KeyboardInterrupt if was else TimeoutError(f"nothing happened for {PATIENCE} s")
 
 
 class At:
-    """Raises the signal when the `line`-th line of ours runs."""
+    """Sets the alarm off as soon as the `line`-th line of ours runs."""
 
-    def __init__(self, line: int, folder: str) -> None:
+    def __init__(self, line: int, folder: str, alarm: Alarm) -> None:
         self.left = line
         self.folder = folder
+        self.alarm = alarm
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> At | None:
         if not frame.f_code.co_filename.startswith(self.folder):
@@ -266,30 +291,37 @@ class At:
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGALRM)
+                self.alarm.interrupt_in(SOON)
         return self
 
 
 def at_each_line(most: int) -> Tally:
     steps = Steps()
     folder = str(pathlib.Path(steps.stagehand.__file__).parent)
-    signal.signal(signal.SIGALRM, interrupt)
+    alarm = Alarm()
     tally = Tally()
     for line in range(1, most):
-        at = At(line, folder)
+        at = At(line, folder, alarm)
+        wrong = None
         try:
-            sys.settrace(at)
-            with steps.pool:
-                pass
+            try:
+                alarm.patience()
+                sys.settrace(at)
+                with steps.pool:
+                    pass
+            finally:
+                sys.settrace(None)
+                alarm.off()
         except KeyboardInterrupt:
+            alarm.off()
             tally.interrupted += 1
-        finally:
-            sys.settrace(None)
+        except Exception as error:
+            wrong = f"entry: {type(error).__name__}"
         if at.left > 0:
             break  # entry and exit have no more lines than that
-        wrong = steps.next_step() or steps.left()
+        wrong = wrong or steps.next_step(alarm) or steps.left()
         tally.add(None if wrong is None else f"line {line}: {wrong}")
-        if len(tally.wrong) >= 20:
+        if len(tally.wrong) >= ENOUGH:
             break
     return tally
 
@@ -299,24 +331,25 @@ def at_random(count: int) -> Tally:
     began = time.perf_counter()
     steps.step()
     took = time.perf_counter() - began
-    signal.signal(signal.SIGALRM, interrupt)
+    alarm = Alarm()
     moments = random.Random(SEED)
     tally = Tally()
     for _ in range(count):
         wrong = None
         try:
             try:
-                signal.setitimer(signal.ITIMER_REAL, moments.uniform(5e-5, took))
+                alarm.interrupt_in(moments.uniform(5e-5, took))
                 for _ in range(3):
                     steps.step()
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                alarm.off()
         except KeyboardInterrupt:
+            alarm.off()
             tally.interrupted += 1
         except Exception as error:
             wrong = f"while interrupted: {type(error).__name__}"
-        tally.add(wrong or steps.next_step())
-        if len(tally.wrong) >= 20:
+        tally.add(wrong or steps.next_step(alarm))
+        if len(tally.wrong) >= ENOUGH:
             break
     if wrong := steps.left():
         tally.wrong.append(wrong)
