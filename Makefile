@@ -140,3 +140,8 @@ bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/modes.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py
+
+# ---- the engine on the simulated GPU, beside version 0.1: no GPU ---------------------------------
+.PHONY: bench-engine
+bench-engine: setup
+	$(PY) benchmarks/engine.py --jobs $(JOBS)

@@ -1,0 +1,183 @@
+// Promises about two GPUs in one process: what is ordered on one is not said to the other.
+#include "native/promise_rig.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+constexpr std::uint64_t kSeeds = 40;
+
+// Prefetched storages, their copies in flight, are let go of while device `current` is; torch hands
+// their memory out again at once.
+void drop_prefetched(std::uint64_t seed, int current, driver::Stream s) {
+  Machine with = kHeldMachine;
+  with.seed = seed;
+  with.devices = 2;
+  HeldRig rig(with);
+  rig.budget(64_MiB, 64_MiB);
+  std::vector<SavedTensor> saved = rig.retain_many(3, kHeldBlock, s);
+  rig.evict_all(s);
+  const HeldTensor view = rig.unpack(saved[2], s);
+  CHECK(rig.resident(saved[0]) && rig.resident(saved[1]));
+  on_device(rig, current, [&] {
+    rig.drop_handle(saved[0]);
+    rig.drop_handle(saved[1]);
+  });
+  std::vector<HeldTensor> next{rig.make(kHeldBlock, s), rig.make(kHeldBlock, s)};
+  for (const HeldTensor& one : next) {
+    rig.check(one, s);
+  }
+  stagehand_sim_drain();
+  for (const HeldTensor& one : next) {
+    rig.check(one, s);
+  }
+  rig.drop_all(next);
+  rig.drop_handle(saved[2]);
+  rig.drop(view);
+  rig.verify_empty();
+}
+
+TEST("a graph dropped while another device is current puts no copy behind that device's stream") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    drop_prefetched(seed, 0, nullptr);
+    drop_prefetched(seed, 1, nullptr);
+  }
+}
+
+// As drop_prefetched, on a thread that has never used CUDA: a collector's, for one.
+TEST("a graph dropped on a thread without a context leaves no storage behind") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Machine with = kHeldMachine;
+    with.seed = seed;
+    HeldRig rig(with);
+    rig.budget(64_MiB, 64_MiB);
+    std::vector<SavedTensor> saved = rig.retain_many(3, kHeldBlock, nullptr);
+    rig.evict_all(nullptr);
+    const HeldTensor view = rig.unpack(saved[2], nullptr);
+    std::thread([&] {
+      rig.drop_handle(saved[0]);
+      rig.drop_handle(saved[1]);
+    }).join();
+    CHECK_EQ(rig.torch.storages(), 1);
+    std::vector<HeldTensor> next{rig.make(kHeldBlock, nullptr), rig.make(kHeldBlock, nullptr)};
+    stagehand_sim_drain();
+    for (const HeldTensor& one : next) {
+      rig.check(one, nullptr);
+    }
+    rig.drop_all(next);
+    rig.drop_handle(saved[2]);
+    rig.drop(view);
+    rig.verify_empty();
+  }
+}
+
+// Whether blocks that a stream of device 1 was said to use, or that it was not, are evicted.
+void evict_beside_user(bool foreign) {
+  CoreRig rig({.devices = 2, .classes = {{4_MiB}, {8}}});
+  const driver::Stream s = rig.stream();
+  driver::Stream other = nullptr;
+  on_device(rig, 1, [&] { other = rig.stream(); });
+  rig.budget(24_MiB, 16_MiB);
+  const Tensor tensor = rig.make(4_MiB, s);
+  if (foreign) {
+    rig.runtime->record_stream(tensor.address, other);
+  }
+  std::vector<Held> held{rig.save(tensor)};
+  rig.drop(tensor);
+  for (const Held& one : rig.retain_many(4, 4_MiB, s)) {
+    held.push_back(one);
+  }
+  std::vector<Tensor> live;
+  for (int i = 0; i < 4; ++i) {
+    live.push_back(rig.make(4_MiB, s));
+  }
+  CHECK_EQ(rig.counters().overshoot_bytes, 0);
+  for (const Tensor& one : live) {
+    rig.drop(one);
+  }
+  rig.back_all(held, s);
+  rig.budget(24_MiB, 16_MiB, 24_MiB);
+  CHECK_EQ(rig.try_allocate(24_MiB, s), Status::ok);
+  rig.verify();
+}
+
+TEST("saved blocks are evicted down to high, the plain case") { evict_beside_user(false); }
+
+TEST("one block that a stream of another device uses does not keep the others from leaving") {
+  evict_beside_user(true);
+}
+
+// The first byte of what the driver never copies to the host.
+Address& refused() {
+  static Address address = 0;
+  return address;
+}
+
+TEST("one block that the driver does not copy does not keep the others from leaving") {
+  Machine machine{.classes = {{4_MiB}, {8}}};
+  machine.patch = [](driver::Table& table) {
+    static decltype(table.memcpy_dtoh_async) real;
+    real = table.memcpy_dtoh_async;
+    table.memcpy_dtoh_async = [](void* host, driver::DevicePtr device, std::size_t bytes,
+                                 driver::Stream on) {
+      const bool no = device <= refused() && refused() < device + bytes;
+      return no ? driver::kInvalidDevice : real(host, device, bytes, on);
+    };
+    table.memcpy_batch_async = nullptr;  // an older driver: all copies come by the one above
+  };
+  CoreRig rig(machine);
+  const driver::Stream s = rig.stream();
+  rig.budget(24_MiB, 16_MiB);
+  std::vector<Held> held = rig.retain_many(5, 4_MiB, s);
+  refused() = held.front().tensor.address;
+  std::vector<Tensor> live;
+  for (int i = 0; i < 4; ++i) {
+    live.push_back(rig.make(4_MiB, s));
+  }
+  CHECK(rig.resident(held.front()));
+  CHECK_EQ(rig.counters().overshoot_bytes, 0);
+  for (const Tensor& one : live) {
+    rig.drop(one);
+  }
+  rig.back_all(held, s);
+  refused() = 0;
+  rig.verify_empty();
+}
+
+TEST("memory that a stream of another device was said to use serves again some time") {
+  CoreRig rig({.memory = 64_MiB, .devices = 2});
+  const driver::Stream s = rig.stream();
+  driver::Stream foreign = nullptr;
+  on_device(rig, 1, [&] { foreign = rig.stream(); });
+  rig.budget(32_MiB, 32_MiB, 32_MiB);
+  const Address address = rig.allocate(20_MiB, s);
+  rig.runtime->record_stream(address, foreign);
+  CHECK(rig.runtime->free(address));
+  stagehand_sim_drain();
+  rig.runtime->trim(0);
+  CHECK_EQ(rig.counters().mapped, 0);
+  CHECK_EQ(rig.try_allocate(20_MiB, s), Status::ok);
+  CHECK_EQ(rig.counters().mapped, 20_MiB);
+}
+
+// The default streams of all devices have one handle, null, and torch's interface of a process's
+// own allocator does not say whose is meant.
+TEST("memory that another device's default stream reads is not handed out under its reads") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    CoreRig rig({.seed = seed, .memory = 64_MiB, .devices = 2});
+    CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+    const Tensor tensor = rig.make(4_MiB, nullptr);
+    stagehand_sim_drain();  // device 1 comes after what was written,
+    on_device(rig, 1, [&] { rig.check(tensor, nullptr); });  // and reads
+    rig.runtime->record_stream(tensor.address, nullptr);
+    rig.drop(tensor);
+    const Tensor next = rig.make(4_MiB, nullptr);
+    rig.check(next, nullptr);
+    rig.drop(next);
+    rig.verify();
+  }
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()

@@ -1,0 +1,57 @@
+// Promises about what comes back ahead of need in torch's modes: it costs nobody else anything.
+#include "native/promise_rig.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+int& refusals() {
+  static int count = 0;
+  return count;
+}
+
+// Torch's own way out of a request that the driver refuses is to give its whole cache back, which
+// waits for the GPU.
+TEST("prefetch does not ask torch for memory that the driver does not have") {
+  Machine machine{.memory = 64_MiB, .classes = {{kHeldBlock}, {16}}};
+  machine.patch = [](driver::Table& table) {
+    static decltype(table.mem_create) real;
+    real = table.mem_create;
+    table.mem_create = [](driver::PhysicalHandle* handle, std::size_t bytes,
+                          const driver::AllocationProp* prop, unsigned long long flags) {
+      const driver::Result result = real(handle, bytes, prop, flags);
+      refusals() += result != driver::kSuccess ? 1 : 0;
+      return result;
+    };
+  };
+  refusals() = 0;
+  HeldRig rig(machine);
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 64_MiB);
+  std::vector<SavedTensor> saved = rig.retain_many(10, kHeldBlock, s);  // two segments
+  rig.evict_all(s);
+  rig.torch.release_cached();
+  // Another program takes all of the GPU but for one segment.
+  const driver::AllocationProp prop;
+  driver::PhysicalHandle others = 0;
+  CHECK_EQ(rig.driver.mem_create(&others, 64_MiB - kHeldSegment - 2_MiB, &prop, 0), 0);
+  stagehand_sim_drain();
+  const std::uint64_t waits = stagehand_sim_call_count("cuCtxSynchronize");
+  int resident = 0;
+  for (int i = 0; i < 5; ++i) {
+    const SavedTensor one = saved.back();
+    saved.pop_back();
+    rig.back(one, s);
+    resident += saved.empty() || !rig.resident(saved.back()) ? 0 : 1;
+  }
+  CHECK_EQ(refusals(), 0);
+  CHECK_EQ(stagehand_sim_call_count("cuCtxSynchronize"), waits);
+  CHECK(resident > 0);  // it does prefetch what there is room for
+  CHECK_EQ(rig.driver.mem_release(others), 0);
+  rig.back_all(saved, s);
+  rig.verify_empty();
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
