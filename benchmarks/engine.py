@@ -221,7 +221,7 @@ def measure_native(options: argparse.Namespace) -> tuple[list[EngineRow], dict[s
     programs = build_programs(options.jobs)
     of = Measured()
     for case in CASES + (() if options.quick else LARGE):
-        rounds = min(case.rounds, 3) if options.quick else case.rounds
+        rounds = (case.rounds + 4) // 5 if options.quick else case.rounds
         of.add(case, *run_case(dataclasses.replace(case, rounds=rounds), programs))
         print(f"measured: {case.name}", flush=True)
     compared = {"version": "0.1", "commit": BEFORE_COMMIT, "measured": BEFORE in programs}
