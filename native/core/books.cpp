@@ -91,7 +91,12 @@ Record& Books::save(Block* block, Address first, Address last) {
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
-    record->place = d_.plan.saved(block->size, Ledger::id_of(*record));
+    try {
+      record->place = d_.plan.saved(block->size, Ledger::id_of(*record));
+    } catch (...) {
+      d_.ledger.close(record);  // the host has no memory for the trace
+      throw;
+    }
     step_ = record->place.step;
     block->record = record;
     saved_in_use_ += block->size;

@@ -74,6 +74,7 @@ void DeviceHeap::drop_empty_arenas() {
     return;
   }
   std::erase_if(arenas_, [&](const auto& arena) {
+    sweep_retiring(*arena, kNotReady);
     const bool empty = arena->pieces.empty() && arena->retiring.empty() &&
                        gate_->address_free(arena->base, arena->reserved) == driver::kSuccess;
     if (empty) {

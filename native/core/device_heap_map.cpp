@@ -204,6 +204,9 @@ Status DeviceHeap::fence_moves(const std::vector<Move>& moves, Arena& to, Fence*
   for (const Move& move : moves) {
     Block* block = move.from->find(move.address);
     Fence all = block->fence;
+    if (block->idle_from >= move.from->clock.upcoming()) {
+      move.from->clock.now();  // named from here on by what may outlive its arena
+    }
     if (!all.add({move.from->clock.index(), block->idle_from})) {
       if (const Status status = clocks_.order_after(move.from->clock, block->fence);
           status != Status::ok) {

@@ -131,6 +131,15 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
     if (block == nullptr) {
       block = overshoot(arena, bytes, status);  // step 7
     }
+    if (block == nullptr && !waited && heap_.idle_bytes() > 0) {
+      // Idle memory of a stream that is gone can move once all work is known to be done.
+      waited = true;
+      if (d_.room.wait_for_gpu(entry)) {
+        *status = Status::ok;
+        continue;
+      }
+    }
+    d_.counters.out_of_memory += block == nullptr ? 1 : 0;
     if (block != nullptr && pressed) {  // step 5
       if (d_.plan.follows()) {
         evict_next_small(arena);
@@ -290,7 +299,6 @@ Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
   }
   if (block == nullptr) {
     *status = grown == Status::driver_failed ? grown : Status::out_of_memory;
-    ++d_.counters.out_of_memory;
     return nullptr;
   }
   if (d_.budget.armed) {

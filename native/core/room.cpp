@@ -124,29 +124,24 @@ bool Room::copy_out_pageable(Entry& entry, RecordId id) {
 }
 
 // Of torch's captures nobody tells: there only the streams that something relies on are waited for,
-// one by one, and not the context, in which another may be captured. A stream that its owner has
-// destroyed is past with all others.
+// one by one, and not the context, in which another may be captured.
 bool Room::wait_for_gpu(Entry& entry) {
   const bool told = d_.store->tells_of_captures();
   if (told && d_.clocks.captures() > 0) {
     return false;
   }
   std::vector<driver::Stream> streams;
-  std::vector<std::uint32_t> gone;
+  std::vector<Tick> marks;
   for (std::uint32_t i = 0; i < d_.clocks.size(); ++i) {
     StreamClock& clock = d_.clocks.at(i);
     if (!d_.clocks.relied_on(clock)) {
       continue;
     }
-    Tick tick;
     if (clock.captured()) {
       return false;
     }
-    if (clock.record(&tick) == Status::ok) {
-      streams.push_back(clock.stream());
-    } else {
-      gone.push_back(i);
-    }
+    marks.push_back({i, clock.mark()});
+    streams.push_back(clock.stream());
   }
   ++d_.counters.host_waits;
   bool all = false;
@@ -159,10 +154,8 @@ bool Room::wait_for_gpu(Entry& entry) {
                    return driver.stream_synchronize(stream) == driver::kSuccess;
                  });
   }
-  if (all && told) {
-    for (const std::uint32_t i : gone) {
-      d_.clocks.at(i).all_passed();
-    }
+  for (const Tick& mark : all ? marks : std::vector<Tick>{}) {
+    d_.clocks.at(mark.clock).gpu_passed(mark.seq);
   }
   return all;
 }

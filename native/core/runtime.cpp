@@ -83,7 +83,11 @@ Saved Runtime::save(Address data, Address first, Address last) {
   if (block->record == nullptr && block->serial <= pool_serial_) {
     return {Refusal::older_than_pool, {}};
   }
-  return tagged(block, data, first, last);
+  try {
+    return tagged(block, data, first, last);
+  } catch (const std::bad_alloc&) {
+    return {Refusal::no_memory, {}};
+  }
 }
 
 // A record for the block, or one more handle for the one it has.
@@ -177,7 +181,7 @@ void Runtime::drop_alias(Block* block) {
 }
 
 bool Runtime::shared(const Block* block) {
-  Lock lock(mutex_);
+  Entry entry(d_.gate);
   return block->record != nullptr || block->owned_by_torch || block->aliases > 1;
 }
 
@@ -231,11 +235,14 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
     return {Refusal::no_memory, {}};
   }
   saved.took_reference = fresh;
-  torch_->saved(entry, *block->record, stream, fresh);
-  if (d_.debug.evict_everything) {
-    d_.room.evict_all(entry);
+  try {
+    torch_->saved(entry, *block->record, stream, fresh);
+    if (d_.debug.evict_everything) {
+      d_.room.evict_all(entry);
+    }
+    d_.sealer.seal(entry);
+  } catch (const std::bad_alloc&) {  // it is saved; what could leave now leaves later
   }
-  d_.sealer.seal(entry);
   return saved;
 }
 

@@ -58,6 +58,10 @@ Status StreamClock::record(Tick* tick) {
   // An event belongs to the context of its stream; who waits for it may be of any.
   const bool foreign =
       context_ != nullptr && driver.ctx_push_current(context_) == driver::kSuccess;
+  if (ring_[slot] == nullptr && !spare_.empty()) {
+    ring_[slot] = spare_.back();
+    spare_.pop_back();
+  }
   bool recorded = ring_[slot] != nullptr ||
                   driver.event_create(&ring_[slot], driver::kEventDisableTiming) ==
                       driver::kSuccess;
@@ -101,14 +105,14 @@ Status StreamClock::hop(driver::Stream* spare) {
 }
 
 Status StreamClock::event_for(Seq seq, driver::Event* event, Seq* actual) {
-  if (seq >= next_) {
+  if (with_event(seq) >= next_) {
     Tick tick;
     if (const Status status = record(&tick); status != Status::ok) {
       return status;
     }
     SH_CHECK(tick.seq >= seq);
   }
-  *actual = std::max(seq, oldest());
+  *actual = with_event(seq);
   *event = ring_[*actual % kRing];
   return Status::ok;
 }
@@ -117,10 +121,10 @@ bool StreamClock::passed(Seq seq) {
   if (seq <= passed_) {
     return true;
   }
-  if (seq >= next_) {
+  const Seq asked = with_event(seq);
+  if (asked >= next_) {
     return false;
   }
-  const Seq asked = std::max(seq, oldest());
   if (not_passed_turn_ == gate_.turn() && asked >= not_passed_) {
     return false;  // the events of one stream pass in order
   }
@@ -133,16 +137,25 @@ bool StreamClock::passed(Seq seq) {
   return true;
 }
 
-// Also where no event can be recorded any more, since the stream is gone: the number is used up
-// without one, and is in the past.
-void StreamClock::all_passed() {
+Seq StreamClock::mark() {
   const std::size_t slot = next_ % kRing;
   if (ring_.size() <= slot) {
     ring_.resize(slot + 1, nullptr);
   }
-  passed_ = next_++;
+  if (ring_[slot] != nullptr) {
+    spare_.push_back(ring_[slot]);
+    ring_[slot] = nullptr;
+  }
   named_ = false;
-  not_passed_turn_ = 0;
+  return next_++;
+}
+
+Seq StreamClock::with_event(Seq seq) const {
+  seq = std::max(seq, oldest());
+  while (seq < next_ && ring_[seq % kRing] == nullptr) {
+    ++seq;
+  }
+  return seq;
 }
 
 void StreamClock::set_waited(std::uint32_t clock, Seq seq) {
@@ -176,32 +189,26 @@ StreamClock& ClockBank::of(driver::Stream stream, driver::Context context) {
     old->context_ = context;
     old->captured_turn_ = 0;
     old->waited_.clear();  // what the old stream waited for, the new one has not
-    for (driver::Event& event : old->ring_) {
+    for (driver::Event event : old->ring_) {
       if (event != nullptr) {
-        gate_->event_destroy(event);
-        event = nullptr;
+        old->spare_.push_back(event);
       }
     }
+    old->ring_.clear();
     return *old;
   }
   return clocks_.emplace_back(gate_, captures_, stream,
                               static_cast<std::uint32_t>(clocks_.size()), context);
 }
 
-// Nothing relies on it, and all that a tick of it can name is past.
+// Nothing relies on it, and all that a tick of it can name is past. Nothing is asked of its stream,
+// which may be gone.
 StreamClock* ClockBank::reusable() {
   if (clocks_.size() < kMany) {
     return nullptr;
   }
   for (StreamClock& clock : clocks_) {
-    if (relied_on(clock)) {
-      continue;
-    }
-    Tick tick;
-    if (clock.named_ && clock.record(&tick) != Status::ok) {
-      continue;
-    }
-    if (clock.passed(clock.next_ - 1)) {
+    if (!relied_on(clock) && !clock.named_ && clock.passed(clock.next_ - 1)) {
       return &clock;
     }
   }

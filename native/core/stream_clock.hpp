@@ -60,11 +60,12 @@ class StreamClock {
   driver::Stream stream() const { return stream_; }
   std::uint32_t index() const { return index_; }
   // The number the next recorded event will get: names all work queued up to now.
-  Seq upcoming() {
+  Seq upcoming() const { return next_; }
+  // The same for a fence that may outlive whoever relies on this clock.
+  Tick now() {
     named_ = true;
-    return next_;
+    return {index_, next_};
   }
-  Tick now() { return {index_, upcoming()}; }
   // Records an event behind everything queued so far; returns its tick. Fails on a stream that is
   // being captured into a CUDA graph: the event would be the graph's, and tell nothing.
   Status record(Tick* tick);
@@ -83,8 +84,10 @@ class StreamClock {
   bool passed(Seq seq);
   // The same, from what is known already.
   bool known_passed(Seq seq) const { return seq <= passed_; }
-  // All work queued so far is known to be done: the GPU was waited for.
-  void all_passed();
+  // Names all work queued so far without an event, for who waits for the whole GPU: nothing is asked
+  // of the stream, which may be gone. `gpu_passed` says that the wait is over.
+  Seq mark();
+  void gpu_passed(Seq marked) { passed_ = std::max(passed_, marked); }
 
   // How far this stream has been made to wait on each other clock.
   Seq waited(std::uint32_t clock) const { return clock < waited_.size() ? waited_[clock] : 0; }
@@ -97,6 +100,8 @@ class StreamClock {
   static constexpr Bytes kFine = 16_MiB;
 
   Seq oldest() const { return next_ > kRing ? next_ - kRing : 1; }
+  // The first number from `seq` on that an event stands for; next_ where none does.
+  Seq with_event(Seq seq) const;
 
   Gate& gate_;
   const int& captures_;  // the bank's count of captures under way
@@ -112,7 +117,8 @@ class StreamClock {
   bool named_ = false;  // a tick that no event stands for yet was handed out
   Bytes work_ = 0;      // noted since the last event
   std::uint32_t holders_ = 0;  // arenas, lanes, held blocks and users that rely on this clock
-  std::vector<driver::Event> ring_;
+  std::vector<driver::Event> ring_;  // null where a mark took the number
+  std::vector<driver::Event> spare_;
   std::vector<Seq> waited_;
 };
 

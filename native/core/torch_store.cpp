@@ -23,6 +23,9 @@ TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
 
 Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool* fresh, Refusal* why) {
   refresh();
+  if (watched_.capacity() == watched_.size()) {
+    watched_.reserve(2 * watched_.size() + 16);  // so that watching what is saved needs no memory
+  }
   const CacheMap::Known known = cache_.known_of(held.address);
   *why = Refusal::foreign_storage;
   if (known.kept) {

@@ -48,7 +48,6 @@ nb::dict entry_point_dict() {
 void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
   core::Runtime& runtime = opened(device);
   const nb::gil_scoped_release unlocked;  // may wait for the GPU to give memory back
-  const RelaxedCapture relaxed;
   runtime.set_budget({high, low, limit, true});
 }
 
@@ -155,7 +154,6 @@ bool set_torch_pool(int device, std::uint64_t first, std::uint64_t second) {
   core::Runtime& runtime = opened(device);
   const nb::gil_scoped_release unlocked;
   if (first != 0 || second != 0) {
-    const RelaxedCapture relaxed;
     if (!Registry::get().connect_peers(
             device)) {  // with those in use since, without memory of ours
       return false;

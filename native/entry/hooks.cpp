@@ -123,7 +123,6 @@ struct Alias {
 void drop(dlpack::ManagedTensor* managed) {
   auto* alias = static_cast<Alias*>(managed->manager_ctx);
   if (!Registry::get().forked()) {
-    const RelaxedCapture relaxed;
     alias->runtime->drop_alias(alias->block);
   }
   delete alias;
@@ -189,7 +188,6 @@ Handle::Handle(Handle&& other) noexcept
 
 Handle::~Handle() {
   if (runtime != nullptr && !Registry::get().forked()) {
-    const RelaxedCapture relaxed;
     runtime->drop_handle(record);
     runtime->drop_orphans();
     // In the common case this was the record's last handle, and autograd is about to add up what
@@ -266,7 +264,6 @@ Handle Hooks::pack(nb::handle tensor) {
   handle.geometry.set(described);
   handle.probe = torch.version_probe(object);
   handle.version = torch.version_of(object);
-  const RelaxedCapture relaxed;
   const core::Saved saved = runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last)
                                                   : runtime->save(first, first, last);
   if (saved.refusal != core::Refusal::none) {
@@ -358,7 +355,6 @@ nb::object Hooks::unpack(const Handle& handle) {
   }
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
-  const RelaxedCapture relaxed;
   core::Unpacked unpacked;
   const core::TorchSide* side = Registry::get().torch_side();
   const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library

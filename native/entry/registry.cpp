@@ -125,9 +125,7 @@ Registry::Graph* Registry::find_graph(int device, GraphPoolId id) {
   return nullptr;
 }
 
-// From here on every call may meet a capture.
 void Registry::set_torch_side(const core::TorchSide* side) {
-  open_graphs_.fetch_add(1, std::memory_order_relaxed);
   torch_side_.store(side, std::memory_order_release);
 }
 

@@ -61,7 +61,7 @@ class Registry {
   void release_graph(int device, GraphPoolId id);
   // 0, or the graph that serves this request. One relaxed load when nothing is captured.
   std::uint64_t graph_of(int device, driver::Stream stream);
-  // Whether a capture may be under way. torch's own allocator does not tell of captures.
+  // Whether a capture that we were told of is under way.
   bool capturing() const { return open_graphs_.load(std::memory_order_relaxed) > 0; }
 
   // Memory mapped by hand is out of reach of other devices until they are named: does so for each
@@ -102,29 +102,6 @@ class Registry {
   std::uint64_t last_graph_ = 0;  // guarded by mutex_
   PinnedSettings pinned_;         // guarded by mutex_
   bool pinned_set_ = false;       // guarded by mutex_
-};
-
-// For the scope of one call into the core. While a graph is captured, driver calls that are
-// harmless to it (mapping, event queries) are refused unless the thread says it knows what it does.
-class RelaxedCapture {
- public:
-  RelaxedCapture() {
-    if (Registry::get().capturing()) {
-      mode_ = driver::kCaptureModeRelaxed;
-      exchanged_ = Registry::get().table().thread_exchange_capture_mode(&mode_) == driver::kSuccess;
-    }
-  }
-  ~RelaxedCapture() {
-    if (exchanged_) {
-      Registry::get().table().thread_exchange_capture_mode(&mode_);
-    }
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  int mode_ = driver::kCaptureNone;
-  bool exchanged_ = false;
 };
 
 }  // namespace stagehand::entry

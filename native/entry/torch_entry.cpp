@@ -35,7 +35,6 @@ void* alloc(std::ptrdiff_t size, int device, driver::Stream stream) {
                                ".\nRun `python -m stagehand_alloc doctor`.");
     }
   }
-  const RelaxedCapture relaxed;
   Address address = 0;
   const auto bytes = static_cast<Bytes>(size);
   const Status status =
@@ -54,7 +53,6 @@ void free(void* pointer, std::size_t, int device, driver::Stream) noexcept {
     return;
   }
   try {
-    const RelaxedCapture relaxed;
     runtime->free(reinterpret_cast<Address>(pointer));
   } catch (const std::exception&) {
   }
@@ -88,7 +86,6 @@ void* segment_alloc(std::ptrdiff_t size, int device, driver::Stream stream) noex
     return nullptr;
   }
   try {
-    const RelaxedCapture relaxed;
     return reinterpret_cast<void*>(runtime->segment(static_cast<Bytes>(size), stream));
   } catch (const std::exception&) {
     return nullptr;
@@ -99,7 +96,6 @@ void segment_free(void* pointer, std::size_t, int device, driver::Stream) noexce
   Runtime* runtime = Registry::get().find(device);
   if (pointer != nullptr && runtime != nullptr && !Registry::get().forked()) {
     try {
-      const RelaxedCapture relaxed;
       runtime->free_segment(reinterpret_cast<Address>(pointer));
     } catch (const std::exception&) {
     }

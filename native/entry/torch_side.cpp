@@ -23,7 +23,6 @@ bool missed(int device, driver::Stream stream) noexcept {
     return false;
   }
   try {
-    const RelaxedCapture relaxed;
     return runtime->missed(stream);
   } catch (const std::exception&) {
     return false;

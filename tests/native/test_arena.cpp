@@ -176,6 +176,7 @@ TEST("unmapped blocks are not found, and holes join") {
   CHECK(range.arena.find(kBase + 4_MiB) == b);
   range.arena.set_state(a, BlockState::hole);
   range.arena.coalesce(a);
+  range.arena.set_state(b, BlockState::free);
   range.arena.set_state(b, BlockState::hole);
   range.arena.coalesce(b);
   CHECK(range.arena.first->next == nullptr);
