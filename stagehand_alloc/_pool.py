@@ -263,6 +263,7 @@ class Pool:
         if self._hooks is None:
             self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch)
         self._hooks.begin_step()
+        stack.callback(self._hooks.end_step)
         if self._keep is not None:
             stack.enter_context(self._watch)
         stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))

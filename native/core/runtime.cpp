@@ -504,6 +504,11 @@ void Runtime::drop_alias(Block* block) {
   seal(lock);
 }
 
+bool Runtime::shared(const Block* block) {
+  Lock lock(mutex_);
+  return block->record != nullptr || block->owned_by_torch || block->aliases > 1;
+}
+
 void Runtime::drop_handle(RecordId id) {
   const Departing departing(*this);
   Lock lock(mutex_);

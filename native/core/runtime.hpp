@@ -95,6 +95,9 @@ class Runtime {
   // What became of the record so far, in words; for the text of Status::corrupted.
   std::string history(RecordId record);
   void drop_alias(Block* block);
+  // Whether anybody needs the block's bytes but the one tensor made over it that the caller holds:
+  // a record, torch's own tensor, another alias.
+  bool shared(const Block* block);
   void drop_handle(RecordId record);
   // Leaves a block on the GPU. False: not ours.
   bool keep(Address address);

@@ -226,6 +226,7 @@ NB_MODULE(_native, module) {
   nb::class_<Hooks>(module, "Hooks")
       .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a, "keep"_a = nb::none())
       .def("begin_step", &Hooks::begin_step)
+      .def_static("end_step", &Hooks::end_step)
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);

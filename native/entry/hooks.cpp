@@ -6,6 +6,7 @@
 #include "entry/python_side.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
+#include "entry/twins.hpp"
 
 namespace stagehand::entry {
 
@@ -181,7 +182,8 @@ Handle::Handle(Handle&& other) noexcept
       dtype(other.dtype),
       geometry(std::move(other.geometry)),
       probe(std::move(other.probe)),
-      version(other.version) {
+      version(other.version),
+      twin(other.twin) {
   other.runtime = nullptr;
 }
 
@@ -190,6 +192,10 @@ Handle::~Handle() {
     const RelaxedCapture relaxed;
     runtime->drop_handle(record);
     runtime->drop_orphans();
+    // In the common case this was the record's last handle, and autograd is about to add up what
+    // the node returned: with the twin gone it does so as with plain torch.
+    Twins::get().look_at(twin);
+    Twins::get().sweep();
   }
 }
 
@@ -197,6 +203,13 @@ Hooks::Hooks(int device, nb::object modified, nb::object keep)
     : device_(device), modified_(std::move(modified)), keep_(std::move(keep)) {
   TorchApi::get();
 }
+
+void Hooks::begin_step() {
+  order_ = 0;
+  Twins::get().sweep_all();
+}
+
+void Hooks::end_step() { Twins::get().sweep_all(); }
 
 // Leaves are kept as they are; anything else without its graph, since a saved output that holds its
 // own node would keep itself alive for ever (rule A4).
@@ -210,6 +223,7 @@ Handle Hooks::pass(nb::handle tensor, Reason reason, bool as_it_is) {
 }
 
 Handle Hooks::pack(nb::handle tensor) {
+  Twins::get().sweep();
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
   const bool leaf = torch.flag(object, torch.is_leaf);
@@ -342,6 +356,7 @@ nb::object Hooks::unpack(const Handle& handle) {
         "tensors.\n"
         "Run backward in the process that ran forward.");
   }
+  Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
   const RelaxedCapture relaxed;
   core::Unpacked unpacked;
@@ -360,9 +375,13 @@ nb::object Hooks::unpack(const Handle& handle) {
   if (unpacked.status != core::Status::ok) {
     raise_failed(handle, unpacked.status);
   }
-  return torch.with_version_of(handle.probe.ptr(), unpacked.storage != nullptr
-                                                       ? make_view(handle, unpacked, consumer)
-                                                       : make_alias(handle, unpacked));
+  if (unpacked.storage != nullptr) {
+    return torch.with_version_of(handle.probe.ptr(), make_view(handle, unpacked, consumer));
+  }
+  nb::object memory = make_alias(handle, unpacked);
+  nb::object tensor = torch.with_version_of(handle.probe.ptr(), memory);
+  handle.twin = Twins::get().keep(std::move(memory), *handle.runtime, unpacked.block);
+  return tensor;
 }
 
 nb::dict Hooks::passed_through() const {

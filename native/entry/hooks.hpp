@@ -62,6 +62,7 @@ class Handle {
   Geometry geometry;
   nb::object probe;  // version probe; where passed through, the tensor itself without its graph
   long version = 0;
+  mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
 };
 
 class Hooks {
@@ -71,7 +72,9 @@ class Hooks {
   Hooks(int device, nb::object modified, nb::object keep);
 
   // The pool was entered: the order that `keep` is told starts again.
-  void begin_step() { order_ = 0; }
+  void begin_step();
+  // It was left.
+  static void end_step();
   Handle pack(nb::handle tensor);
   nb::object unpack(const Handle& handle);
   nb::dict passed_through() const;

@@ -27,6 +27,8 @@ TorchApi* load() {
   // A shape that no default dtype or device setting of the user changes: no storage either way.
   api->empty = leak(torch.attr("empty")(0, nb::arg("device") = "cpu"));
   api->out_of_memory = leak(torch.attr("OutOfMemoryError"));
+  api->storage_address = leak(torch.attr("_C").attr("_storage_address"));
+  api->use_count = leak(torch.attr("_C").attr("_storage_Use_Count"));
   api->tensor_type = leak(std::move(tensor));
   const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
   api->is_leaf = name("is_leaf");
@@ -92,12 +94,27 @@ nb::object TorchApi::version_probe(PyObject* tensor) const {
   return probe;
 }
 
-nb::object TorchApi::with_version_of(PyObject* probe, nb::object memory) const {
+nb::object TorchApi::with_version_of(PyObject* probe, const nb::object& memory) const {
   nb::object tensor = detached(probe);
   if (PyObject_SetAttr(tensor.ptr(), data, memory.ptr()) != 0) {
     throw nb::python_error();
   }
   return tensor;
+}
+
+nb::object TorchApi::storage_of(PyObject* tensor) const {
+  return owned(
+      PyObject_CallFunctionObjArgs(storage_address, tensor, static_cast<PyObject*>(nullptr)));
+}
+
+long TorchApi::storage_use_count(PyObject* address) const {
+  const nb::object count =
+      nb::steal(PyObject_CallFunctionObjArgs(use_count, address, static_cast<PyObject*>(nullptr)));
+  const long number = count.is_valid() ? PyLong_AsLong(count.ptr()) : -1;
+  if (number == -1) {
+    PyErr_Clear();
+  }
+  return number;
 }
 
 }  // namespace stagehand::entry

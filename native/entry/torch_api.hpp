@@ -14,10 +14,13 @@ struct TorchApi {
   // Imports torch on the first call. Raises what the import raises.
   static const TorchApi& get();
 
-  PyObject* tensor_type;     // torch.Tensor
-  PyObject* parameter_type;  // torch.nn.Parameter
-  PyObject* out_of_memory;   // torch.OutOfMemoryError
-  PyObject* empty;           // one tensor without storage, shared by every version probe
+  PyObject* tensor_type;      // torch.Tensor
+  PyObject* parameter_type;   // torch.nn.Parameter
+  PyObject* out_of_memory;    // torch.OutOfMemoryError
+  PyObject* empty;            // one tensor without storage, shared by every version probe
+  PyObject* storage_address;  // torch._C's: the address of a tensor's storage, without making a
+                              // Python object of that, and how often a storage is referred to
+  PyObject* use_count;
   const dlpack::ExchangeApi* exchange;
   // Interned attribute names.
   PyObject* is_leaf;
@@ -39,7 +42,11 @@ struct TorchApi {
   // change and keeps nothing alive.
   nb::object version_probe(PyObject* tensor) const;
   // A tensor over `memory` that shares the probe's version counter.
-  nb::object with_version_of(PyObject* probe, nb::object memory) const;
+  nb::object with_version_of(PyObject* probe, const nb::object& memory) const;
+  // The address of the tensor's storage, as an int.
+  nb::object storage_of(PyObject* tensor) const;
+  // How many references a storage has; -1 where torch does not say. Raises nothing.
+  long storage_use_count(PyObject* address) const;
 };
 
 }  // namespace stagehand::entry
