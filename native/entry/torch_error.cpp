@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <typeinfo>
 
+#include "entry/object_size.hpp"
+
 namespace c10 {
 
 // Passed by value to the constructor: laid out as c10 lays it out.
@@ -32,7 +34,9 @@ namespace {
 using Constructor = void (*)(void* self, c10::SourceLocation where, std::string message);
 using Destructor = void (*)(void* self);
 
-// c10::Error holds two strings, a context list, a cache and a backtrace: 200 bytes or so.
+// c10::Error holds two strings, a context list, a cache and a backtrace: 200 bytes or so. Its
+// constructor is tried first: where it writes further than half of the room, some torch of the
+// future has made it larger, and none is built. (Half: what is written later may lie behind.)
 constexpr std::size_t kRoomForError = 1024;
 
 struct ErrorSymbols {
@@ -45,6 +49,17 @@ struct ErrorSymbols {
 template <class T>
 T symbol(void* library, const char* name) {
   return reinterpret_cast<T>(dlsym(library, name));
+}
+
+bool fits(const ErrorSymbols& error) {
+  try {
+    const std::size_t written = bytes_written(
+        [&](void* where) { error.construct(where, {"alloc", "stagehand_alloc", 0}, "a trial"); },
+        error.destroy);
+    return written > 0 && written <= kRoomForError / 2;
+  } catch (const std::exception&) {  // out of host memory
+    return false;
+  }
 }
 
 ErrorSymbols find_symbols() {
@@ -68,6 +83,9 @@ ErrorSymbols find_symbols() {
   }
   if (auto* type = symbol<std::type_info*>(c10, "_ZTIN3c1016OutOfMemoryErrorE"); type != nullptr) {
     found.type = type;
+  }
+  if (found.construct == nullptr || found.destroy == nullptr || !fits(found)) {
+    found.construct = nullptr;
   }
   return found;
 }
