@@ -21,6 +21,7 @@ DEFAULT_HIGH = 0.90
 DEFAULT_LOW = 0.80
 UNLIMITED = 1 << 62  # the core's "no watermark" is above this
 LEAST_PIECE = 64 << 10  # below it a copy costs the same however small
+LEAST_RATE = 10 * 1000**2  # per second: below it a step takes minutes, and looks as if it hung
 
 Size: TypeAlias = int | float | str
 """Bytes, a text with a unit ("20GiB", "20GB"), or a fraction of device memory in (0, 1]."""
@@ -99,7 +100,13 @@ def parse_rate(value: Size | None, name: str) -> int | None:
             f"{name}={value!r} is a fraction, and a rate is bytes per second.",
             f'Give {name} an int, a text like "10GB", or None for no cap.',
         )
-    return min(parse_size(value, None, name), UNLIMITED)
+    rate = parse_size(value, None, name)
+    if rate < LEAST_RATE:
+        raise SizeError(
+            f"{name}={value!r} is {rate} bytes per second, under {LEAST_RATE} (10 MB/s).",
+            f'Give {name} with its unit, like "10GB" (per second), or None for no cap.',
+        )
+    return min(rate, UNLIMITED)
 
 
 def parse_piece(value: Size | None, name: str) -> int | None:

@@ -128,10 +128,24 @@ class Pool:
         self._watch = ModuleWatch()
         self._start = PoolStats()
         self._entry: _Entry | None = None
-        if config.enabled and _install.is_installed():
+
+    def _prepare(self) -> None:
+        """What needs no entry: pinning takes a while, and starts as soon as the device is open."""
+        if self._config.enabled and _install.is_installed():
             self._resolve()
-            if _pinned is None:  # pinning takes a while: it starts as soon as the device is open
-                _configure_pinned(_driver.native(), config)
+            if _pinned is None:
+                _configure_pinned(_driver.native(), self._config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the same settings and was never entered: for models that hold a pool."""
+        return _again, (
+            self._config,
+            self._sizes,
+            self._keep,
+            self._device_asked,
+            self._mode_asked,
+            self._limits,
+        )
 
     def __enter__(self) -> Pool:
         """Arm the budget. Raises ModeError, NestedPoolError, PoolThreadError, or SizeError."""
@@ -432,7 +446,23 @@ def pool(
         if size is not None:
             parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
     _check_order(*sizes)
-    return Pool(settings, sizes, keep, device, known_mode)
+    made = Pool(settings, sizes, keep, device, known_mode)
+    made._prepare()
+    return made
+
+
+def _again(
+    config: Config,
+    sizes: tuple[Size | None, Size | None, Size | None],
+    keep: KeepPredicate | None,
+    device: DeviceLike,
+    mode: _modes.Mode | None,
+    limits: LaneLimits,
+) -> Pool:
+    """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
+    made = Pool(config, sizes, keep, device, mode)
+    made._limits = limits
+    return made
 
 
 def keep(tensor: Tensor) -> Tensor:

@@ -260,6 +260,9 @@ Handle Hooks::pack(nb::handle tensor) {
   if (torch.flag_call(object, torch.is_neg)) {
     return pass(tensor, Reason::neg_bit, leaf);
   }
+  if (!torch.same_in_dlpack(object)) {
+    return pass(tensor, Reason::layout, leaf);
+  }
   dlpack::Tensor described{};
   if (torch.exchange->tensor_from_object(object, &described) != 0) {
     PyErr_Clear();  // sparse, quantized: DLPack says it cannot carry it

@@ -32,7 +32,6 @@ namespace stagehand::entry {
 namespace {
 
 using Constructor = void (*)(void* self, c10::SourceLocation where, std::string message);
-using Destructor = void (*)(void* self);
 
 // c10::Error holds two strings, a context list, a cache and a backtrace: 200 bytes or so. Its
 // constructor is tried first: where it writes further than half of the room, some torch of the
@@ -41,7 +40,6 @@ constexpr std::size_t kRoomForError = 1024;
 
 struct ErrorSymbols {
   Constructor construct = nullptr;
-  Destructor destroy = nullptr;
   // __cxa_throw takes it without const.
   std::type_info* type = const_cast<std::type_info*>(&typeid(c10::OutOfMemoryError));
 };
@@ -51,11 +49,14 @@ T symbol(void* library, const char* name) {
   return reinterpret_cast<T>(dlsym(library, name));
 }
 
+// The destructor is virtual, and exported by no version.
+void destroy(void* error) { static_cast<std::exception*>(error)->~exception(); }
+
 bool fits(const ErrorSymbols& error) {
   try {
     const std::size_t written = bytes_written(
         [&](void* where) { error.construct(where, {"alloc", "stagehand_alloc", 0}, "a trial"); },
-        error.destroy);
+        &destroy);
     return written > 0 && written <= kRoomForError / 2;
   } catch (const std::exception&) {  // out of host memory
     return false;
@@ -73,18 +74,14 @@ ErrorSymbols find_symbols() {
       "C1ENS_14SourceLocationE" \
       "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
   found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c1016OutOfMemoryError"));
-  found.destroy = symbol<Destructor>(c10, "_ZN3c1016OutOfMemoryErrorD1Ev");
   if (found.construct == nullptr) {
     found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c105Error"));
   }
 #undef SH_CONSTRUCTOR
-  if (found.destroy == nullptr) {
-    found.destroy = symbol<Destructor>(c10, "_ZN3c105ErrorD1Ev");
-  }
   if (auto* type = symbol<std::type_info*>(c10, "_ZTIN3c1016OutOfMemoryErrorE"); type != nullptr) {
     found.type = type;
   }
-  if (found.construct == nullptr || found.destroy == nullptr || !fits(found)) {
+  if (found.construct == nullptr || !fits(found)) {
     found.construct = nullptr;
   }
   return found;
@@ -104,7 +101,7 @@ void throw_out_of_memory(const std::string& message) {
     abi::__cxa_free_exception(error);
     throw;
   }
-  abi::__cxa_throw(error, symbols.type, symbols.destroy);
+  abi::__cxa_throw(error, symbols.type, &destroy);
 }
 
 std::string explain(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
