@@ -14,7 +14,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver, _install, _modes, _stats, _telemetry, _trouble
-from stagehand_alloc._config import Budget, Config, Size, load_config, parse_size, resolve_budget
+from stagehand_alloc._config import (
+    UNLIMITED,
+    Budget,
+    Config,
+    Size,
+    load_config,
+    parse_size,
+    plain_number,
+    resolve_budget,
+    shown,
+)
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
@@ -264,7 +274,7 @@ class Pool:
         What saved tensors are in stays, and what a copy still uses. The next eviction may have to
         pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
-        kept = 0 if _is_zero(keep) else parse_size(keep, None, "keep")
+        kept = 0 if _is_zero(keep) else min(parse_size(keep, None, "keep"), UNLIMITED)
         if self._device is None or not _driver.native().device_open(self._device):
             return 0
         return int(_driver.native().release_pinned(self._device, kept))
@@ -285,7 +295,9 @@ class Pool:
             if not _install.is_installed():
                 _driver.start()
                 _start_torch()
-            device = 0 if _install.is_simulated() else _stats.device_index(self._device_asked)
+            device = _stats.device_index(self._device_asked)
+            if _install.is_simulated():
+                device = 0  # where its tensors are
             total = _driver.require_virtual_memory(device).total
             self._start = _stats.read(device)
             self._budget = resolve_budget(*self._sizes, total)
@@ -438,9 +450,9 @@ def pool(
         )
     settings = _settings(config, telemetry)
     sizes = (
-        settings.high if high is None else high,
-        settings.low if low is None else low,
-        limit,
+        settings.high if high is None else plain_number(high),
+        settings.low if low is None else plain_number(low),
+        plain_number(limit),
     )
     for name, size in zip(("high", "low", "limit"), sizes, strict=True):
         if size is not None:
@@ -485,6 +497,11 @@ def _settings(
     if isinstance(telemetry, bool):
         settings = dataclasses.replace(settings, telemetry_enabled=telemetry)
     elif telemetry is not None:
+        if not isinstance(telemetry, str | Path):
+            raise ConfigError(
+                f"telemetry={shown(telemetry)} is a {type(telemetry).__name__}, not a path.",
+                "Give the path of the file to write, or True for the one in the settings.",
+            )
         settings = dataclasses.replace(
             settings, telemetry_enabled=True, telemetry_file=str(telemetry)
         )

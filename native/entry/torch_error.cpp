@@ -115,10 +115,13 @@ std::string explain(core::Runtime& runtime, core::Status status, core::Bytes byt
            ".\nAn earlier error on this device is the likely cause: run with "
            "CUDA_LAUNCH_BLOCKING=1 to find it.";
   }
-  return "CUDA out of memory. stagehand_alloc: " + report +
-         ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where pinned "
-         "memory "
-         "is short, raise `host_limit`.";
+  const char* const advice =
+      runtime.budget().limit < runtime.device_bytes()
+          ? ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where pinned "
+            "memory is short, raise `host_limit`."
+          : ".\nThe device has no more: lower what is live at once (a smaller batch or sequence, a "
+            "sharded optimizer); where pinned memory is short, raise `host_limit`.";
+  return "CUDA out of memory. stagehand_alloc: " + report + advice;
 }
 
 void raise_status(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
