@@ -1,12 +1,12 @@
 """A CUDA allocator layer for PyTorch that keeps training inside a VRAM budget.
 
     import torch, stagehand_alloc
-    torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
-    ...
     with stagehand_alloc.pool(high="20GiB", low="16GiB") as pool:
         loss = model(batch)
     loss.backward()
     print(pool.stats())
+
+`allocator` makes it this process's CUDA allocator, which is one line more.
 
 Importing it loads neither torch nor the CUDA driver.
 """

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from stagehand_alloc import __version__
 from stagehand_alloc._errors import StagehandError
 
 
@@ -28,6 +29,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m stagehand_alloc", description="Training inside a VRAM budget."
     )
+    parser.add_argument("--version", action="version", version=f"stagehand_alloc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train a small model without a budget, then under one")
     report = commands.add_parser("report", help="print a table of a telemetry file")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import numbers
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ DEFAULT_HIGH = 0.90
 DEFAULT_LOW = 0.80
 UNLIMITED = 1 << 62  # the core's "no watermark" is above this
 LEAST_PIECE = 64 << 10  # below it a copy costs the same however small
+LEAST_RATE = 10 * 1000**2  # per second: below it a step takes minutes, and looks as if it hung
 
 Size: TypeAlias = int | float | str
 """Bytes, a text with a unit ("20GiB", "20GB"), or a fraction of device memory in (0, 1]."""
@@ -30,8 +32,10 @@ _UNITS = {
     **{f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)},
     **{f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)},
 }
+_LONGEST_TEXT = 64  # of a size: Python itself refuses numbers of thousands of digits
 _SIZE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 _HOW_TO_SIZE = 'Write bytes (an int), a text like "20GiB" or "512MB", or a fraction in (0, 1].'
+_HOW_TO_BYTES = 'Write bytes (an int), or a text like "20GiB" or "512MB".'
 
 
 def format_bytes(count: int) -> str:
@@ -52,29 +56,51 @@ def parse_size(value: Size, total: int | None = None, name: str = "size") -> int
     Raises SizeError for anything that cannot be read, is not positive, or is a fraction outside
     (0, 1] or of an unknown total.
     """
+    how = _HOW_TO_BYTES if total is None else _HOW_TO_SIZE
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise SizeError(f"{name}={value!r} is a {type(value).__name__}, not a size.", _HOW_TO_SIZE)
+        raise SizeError(f"{name}={shown(value)} is a {type(value).__name__}, not a size.", how)
     if isinstance(value, str):
-        return _parse_text(value, name)
+        return _parse_text(value, name, how)
     if isinstance(value, float):
-        if not 0.0 < value <= 1.0:
-            raise SizeError(f"{name}={value!r}: a fraction must be in (0, 1].", _HOW_TO_SIZE)
         if total is None:
-            raise SizeError(f"{name}={value!r} is a fraction, of nothing known.", _HOW_TO_SIZE)
+            raise SizeError(f"{name}={value!r} is a fraction, of nothing known.", how)
+        if not 0.0 < value <= 1.0:
+            raise SizeError(f"{name}={value!r}: a fraction must be in (0, 1].", how)
         return max(1, int(value * total))
     if value <= 0:
-        raise SizeError(f"{name}={value} bytes: a size must be positive.", _HOW_TO_SIZE)
+        raise SizeError(f"{name}={shown(value)} bytes: a size must be positive.", how)
     return value
 
 
-def _parse_text(text: str, name: str) -> int:
-    match = _SIZE_TEXT.fullmatch(text)
+def plain_number(value: Any) -> Any:
+    """Numbers of other libraries, such as numpy's, as Python's own; anything else as it is."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) and not _is_builtin(value) else value
+
+
+def _is_builtin(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def shown(value: object) -> str:
+    """``value`` for an error: whatever it is, no longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"a number of {int(value).bit_length()} bits" if isinstance(value, int) else "?"
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+
+
+def _parse_text(text: str, name: str, how: str) -> int:
+    match = _SIZE_TEXT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise SizeError(f"{name}={text!r} cannot be read as a size.", _HOW_TO_SIZE)
+        raise SizeError(f"{name}={shown(text)} cannot be read as a size.", how)
     count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if count <= 0:
-        raise SizeError(f"{name}={text!r} is {count} bytes: a size must be positive.", _HOW_TO_SIZE)
+        raise SizeError(f"{name}={text!r} is {count} bytes: a size must be positive.", how)
     return count
 
 
@@ -94,12 +120,19 @@ def parse_rate(value: Size | None, name: str) -> int | None:
     """Bytes per second; None is no cap. Raises SizeError."""
     if value is None:
         return None
+    value = plain_number(value)
     if isinstance(value, float):
         raise SizeError(
             f"{name}={value!r} is a fraction, and a rate is bytes per second.",
             f'Give {name} an int, a text like "10GB", or None for no cap.',
         )
-    return min(parse_size(value, None, name), UNLIMITED)
+    rate = parse_size(value, None, name)
+    if rate < LEAST_RATE:
+        raise SizeError(
+            f"{name}={value!r} is {rate} bytes per second, under {LEAST_RATE} (10 MB/s).",
+            f'Give {name} with its unit, like "10GB" (per second), or None for no cap.',
+        )
+    return min(rate, UNLIMITED)
 
 
 def parse_piece(value: Size | None, name: str) -> int | None:
@@ -208,6 +241,7 @@ class Config:
             parse_rate(getattr(self, name), name)
         if self.host_limit is not None:
             limit = parse_size(self.host_limit, 1 << 40, "host_limit")
+            object.__setattr__(self, "host_limit", plain_number(self.host_limit))
             if not isinstance(self.host_limit, float):  # a fraction: once the machine is asked
                 self._check_host_limit(limit)
 
@@ -236,7 +270,7 @@ class Config:
             return available // 2
         limit = parse_size(self.host_limit, available, "host_limit")
         self._check_host_limit(limit)
-        return limit
+        return min(limit, UNLIMITED)
 
     def _check_host_limit(self, limit: int) -> None:
         smallest = self.pinned_pool_classes_mb[0] * MIB
@@ -253,6 +287,8 @@ class Config:
         return ["recompute_threshold_bytes"] if self.recompute_threshold_bytes else []
 
 
+_LARGEST_SLAB_MB = 1 << 20
+_MOST_SLABS = 1 << 24
 _INTS = {
     "vram_high_watermark_mb": 1,
     "vram_low_watermark_mb": 1,
@@ -271,9 +307,10 @@ def _check_types(config: Config) -> None:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is not a bool.", f"Set {name} to true or false."
             )
-    if not isinstance(config.telemetry_file, str) or not config.telemetry_file:
+    path: object = config.telemetry_file
+    if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(
-            f"telemetry_file={config.telemetry_file!r} is not a path.",
+            f"telemetry_file={shown(path)} is not a path.",
             "Give the path of the file to write, as a text.",
         )
     for name, least in _INTS.items():
@@ -298,6 +335,12 @@ def _check_pool(config: Config) -> None:
             f"pinned_pool_classes_mb={list(classes)} is not positive and rising.",
             "Give slab sizes in MiB, smallest first, each once, such as [1, 4, 16, 64, 256].",
         )
+    if max(classes) > _LARGEST_SLAB_MB:
+        raise ConfigError(
+            f"pinned_pool_classes_mb={shown(list(classes))} has a slab above {_LARGEST_SLAB_MB} "
+            "MiB.",
+            "Give slab sizes in MiB, such as [1, 4, 16, 64, 256].",
+        )
     counts: object = config.slabs_per_class
     each = counts if isinstance(counts, tuple) else (counts,)
     if not all(map(_is_int, each)):
@@ -312,6 +355,11 @@ def _check_pool(config: Config) -> None:
         )
     if any(count < 0 for count in each):
         raise ConfigError(f"slabs_per_class={counts!r} has a negative count.", "Use 0 or more.")
+    if max(each) > _MOST_SLABS:
+        raise ConfigError(
+            f"slabs_per_class={shown(counts)} has a count above {_MOST_SLABS}.",
+            "Give how many slabs to pin ahead of need; more are made as they are used.",
+        )
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> Config:
@@ -321,41 +369,90 @@ def load_config(source: str | Path | Mapping[str, Any]) -> Config:
     file, where everything outside the block is left alone.
     Raises ConfigError for a file that cannot be read and for an unknown key, naming the nearest.
     """
+    if not isinstance(source, Mapping | str | Path):
+        raise ConfigError(
+            f"{shown(source)} is a {type(source).__name__}, not settings.",
+            "Give a mapping of settings, or the path of a JSON or TOML file.",
+        )
     data = source if isinstance(source, Mapping) else _read_file(Path(source))
-    block = _find_block(data)
-    settings = data if block is None else block
+    try:
+        blocks = list(_blocks(data))
+    except RecursionError as error:
+        raise ConfigError("The settings are nested too deeply to be read.", _HOW_TO_NEST) from error
+    if len(blocks) > 1:
+        raise ConfigError(
+            f'There are {len(blocks)} blocks "{BLOCK_NAME}" in the settings.', "Leave one of them."
+        )
+    settings = blocks[0] if blocks else data
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"{BLOCK_NAME} is a {type(settings).__name__}, not a block of settings.",
+            f'Write "{BLOCK_NAME}": {{...}} with the settings inside.',
+        )
+    if twice := getattr(settings, "twice", None):
+        raise ConfigError(f"{twice[0]!r} is set twice.", "Leave one of them.")
     known = [field.name for field in dataclasses.fields(Config)]
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ConfigError(f"Unknown setting {key!r}.", f"Did you mean {near[0]!r}?")
+            raise ConfigError(f"Unknown setting {shown(key)}.", _instead_of(str(key), known))
     return Config(**settings)
 
 
-def _find_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    if BLOCK_NAME in data:
-        block = data[BLOCK_NAME]
-        if not isinstance(block, Mapping):
-            raise ConfigError(
-                f"{BLOCK_NAME} is a {type(block).__name__}, not a block of settings.",
-                f'Write "{BLOCK_NAME}": {{...}} with the settings inside.',
-            )
-        return block
-    for value in data.values():
-        if isinstance(value, Mapping) and (found := _find_block(value)) is not None:
-            return found
-    return None
+class _JsonObject(dict[str, Any]):
+    """What a JSON object holds, and which keys it has more than once: Python takes the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.pairs = pairs
+        self.twice = [name for at, name in enumerate(names) if name in names[:at]]
+
+
+def _blocks(data: Any) -> Iterator[Any]:
+    """Every block of ours in the settings, at whatever depth."""
+    if isinstance(data, Mapping):
+        for key, value in getattr(data, "pairs", None) or data.items():
+            if key == BLOCK_NAME:
+                yield value
+            else:
+                yield from _blocks(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _blocks(value)
+
+
+def _instead_of(key: str, known: list[str]) -> str:
+    """What was likely meant by a setting there is none of."""
+    arguments = {"high": "pool()", "low": "pool()", "limit": "pool()", "mode": "pool()"}
+    arguments |= {"keep": "pool()", "device": "pool()", "telemetry": "pool()"}
+    arguments |= {"piece": "Pool.limits()"}
+    near = difflib.get_close_matches(key.lower(), [*known, *arguments], n=1, cutoff=0.6)
+    if not near:
+        return f"The settings are: {', '.join(known)}."
+    if near[0] not in arguments:
+        return f"Did you mean {near[0]!r}?"
+    given = f"`{near[0]}` is no setting but an argument of {arguments[near[0]]}: give it there."
+    if near[0] != key:
+        return f"Did you mean `{near[0]}`? {given}"
+    others = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"{given} Or did you mean {others[0]!r}?" if others else given
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        data = _load_toml(path, text) if path.suffix == ".toml" else json.loads(text)
+        if path.suffix == ".toml":
+            data = _load_toml(path, text)
+        else:
+            data = json.loads(text, object_pairs_hook=_JsonObject)
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply to be read.", _HOW_TO_NEST) from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"Settings cannot be read from {path}: {error}.", "Give a readable JSON or TOML file."
+            f"Settings cannot be read from {str(path)!r}: {error}.",
+            "Give a readable JSON or TOML file.",
         ) from error
     if not isinstance(data, Mapping):
         raise ConfigError(
@@ -363,6 +460,9 @@ def _read_file(path: Path) -> Mapping[str, Any]:
             f'Put the settings in an object, or in its "{BLOCK_NAME}" block.',
         )
     return data
+
+
+_HOW_TO_NEST = f'Put the settings at the top, or in one "{BLOCK_NAME}" block.'
 
 
 def _load_toml(path: Path, text: str) -> Mapping[str, Any]:

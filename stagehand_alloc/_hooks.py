@@ -44,6 +44,14 @@ def make_hooks(
 
 def keep(tensor: Tensor) -> None:
     """Leave the tensor's storage on the GPU: nothing saved over it is tagged from now on."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise StagehandError(
+            f"keep() was given a {kind}, which is not one tensor with a storage of its own.",
+            "Call keep(tensor) with each tensor that should stay on the GPU.",
+        )
     device = tensor.device.index or 0
     # Where its storage begins; a Python object of the storage would keep it on the GPU for good.
     first = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
@@ -90,14 +98,14 @@ def _raise_modified(
     bits, lanes).
     """
     if tensor is not None:
-        kind, shape = tensor.type(), list(tensor.shape)
+        kind, shape = tensor.type(), [] if tensor.is_nested else list(tensor.shape)
     else:
         kind = ("torch.cuda." if is_cuda else "torch.") + _TYPE_NAMES.get(dtype[:2], "Tensor")
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{kind} {shape}] is at version {version}; expected version {expected} "
         "instead. Hint: enable anomaly detection to find the operation that failed to compute its "
-        "gradient, with torch.autograd.set_detect_anomaly(True)."
+        "gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
 
 

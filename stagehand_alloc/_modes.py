@@ -6,8 +6,7 @@ docs/decisions/0011-modes.md says when to use which, and by what figures the def
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any, Literal
 
 from stagehand_alloc import _driver, _install, _trigger
@@ -98,9 +97,8 @@ def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
         return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
 
 
-@contextmanager
-def allocate_from(mem_pool: Any, device: int) -> Iterator[None]:
-    """This thread's allocations come from ``mem_pool``, and the core knows."""
+def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:
+    """This thread's allocations come from ``mem_pool``, and the core knows, until it is closed."""
     import torch
 
     native = _driver.native()

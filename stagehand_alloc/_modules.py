@@ -8,15 +8,15 @@ function: new ones at every entry would make it compile again every step, so the
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
 _lock = threading.Lock()
-_users = 0  # watches entered; guarded by _lock
-_numbers: tuple[int, int] | None = None  # what torch calls the two hooks; same lock
+_entered: set[ModuleWatch] = set()  # guarded by _lock
+_before_number: int | None = None  # what torch calls the two hooks; same lock
+_after_number: int | None = None
 _in_this_thread = threading.local()  # .watch: the one entered on this thread
 
 
@@ -27,29 +27,27 @@ class ModuleWatch:
         self._running: list[nn.Module] = []  # outermost first
         self._names: dict[nn.Module, str] = {}  # of every root so far, and all inside it
 
-    def __enter__(self) -> ModuleWatch:
-        global _users
+    def enter(self) -> None:
+        """Begin. Interrupted, it is right to enter again, or to leave."""
+        self._forget()
         with _lock:
-            if _users == 0:
-                _install()
-            _users += 1
+            _entered.add(self)
+            _install()
         _in_this_thread.watch = self
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        global _users
-        _in_this_thread.watch = None
-        self._running.clear()
-        self._names.clear()  # modules may come, go and be renamed between steps
+    def leave(self) -> None:
+        """End; nothing where it was not entered, or left before."""
+        if getattr(_in_this_thread, "watch", None) is self:
+            _in_this_thread.watch = None
+        self._forget()  # modules may come, go and be renamed between steps
         with _lock:
-            _users -= 1
-            if _users == 0:
+            _entered.discard(self)
+            if not _entered:
                 _remove()
+
+    def _forget(self) -> None:
+        self._running.clear()
+        self._names.clear()
 
     def current(self) -> str | None:
         """As in ``root.named_modules()``; of a module that is not in there, the one around it."""
@@ -96,21 +94,36 @@ def _install() -> None:
     """As torch's own register functions, with the numbers they gave the first time."""
     from torch.nn.modules import module
 
-    global _numbers
-    if _numbers is None:
-        before = module.register_module_forward_pre_hook(_before)
-        after = module.register_module_forward_hook(_after, always_call=True)
-        _numbers = (before.id, after.id)
-        return
-    module._global_forward_pre_hooks[_numbers[0]] = _before
-    module._global_forward_hooks[_numbers[1]] = _after
-    module._global_forward_hooks_always_called[_numbers[1]] = True
+    global _before_number, _after_number
+    before, after = module._global_forward_pre_hooks, module._global_forward_hooks
+    # Torch's dicts tell what is done already: an interrupt may come between any two steps.
+    if _number(before, _before) is None:
+        if _before_number is None:
+            module.register_module_forward_pre_hook(_before)
+        else:
+            before[_before_number] = _before
+    if _number(after, _after) is None:
+        if _after_number is None:
+            module.register_module_forward_hook(_after, always_call=True)
+        else:
+            after[_after_number] = _after
+    _before_number, _after_number = _number(before, _before), _number(after, _after)
+    assert _after_number is not None
+    module._global_forward_hooks_always_called[_after_number] = True
 
 
 def _remove() -> None:
     from torch.nn.modules import module
 
-    assert _numbers is not None
-    module._global_forward_pre_hooks.pop(_numbers[0], None)
-    module._global_forward_hooks.pop(_numbers[1], None)
-    module._global_forward_hooks_always_called.pop(_numbers[1], None)
+    if (number := _number(module._global_forward_pre_hooks, _before)) is not None:
+        del module._global_forward_pre_hooks[number]
+    if (number := _number(module._global_forward_hooks, _after)) is not None:
+        module._global_forward_hooks_always_called.pop(number, None)
+        del module._global_forward_hooks[number]
+
+
+def _number(hooks: dict[int, Any], ours: Any) -> int | None:
+    for number, hook in hooks.items():
+        if hook is ours:
+            return number
+    return None

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver, _install, _modes, _stats, _telemetry, _trouble
-from stagehand_alloc._config import Budget, Config, Size, load_config, parse_size, resolve_budget
+from stagehand_alloc._config import (
+    UNLIMITED,
+    Budget,
+    Config,
+    Size,
+    load_config,
+    parse_size,
+    plain_number,
+    resolve_budget,
+    shown,
+)
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
     NestedPoolError,
+    PoolError,
     PoolThreadError,
     SizeError,
 )
@@ -33,13 +45,67 @@ if TYPE_CHECKING:
     KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
 
 _registry_lock = threading.Lock()
-_active: dict[int, Pool] = {}  # device -> the pool entered on it; guarded by _registry_lock
+_active: dict[int, _Entry] = {}  # device -> the entry of a pool there; guarded by _registry_lock
 # device -> the pool entered there last: what runs after its `with` is its still. Same lock.
 _latest: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 _checksummed: set[int] = set()  # devices where a pool asked for checksums; same lock
 _pinned: tuple[Any, ...] | None = None  # what the pinned pool was last configured with; same lock
-_in_this_thread = threading.local()  # .pool: the pool this thread is inside
+# .entry: the pool this thread is inside; .exit: what `_Exit` gave out last, weakly
+_in_this_thread = threading.local()
 _warned: set[str] = set()
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    """A pool that was entered, and what has to be undone.
+
+    A KeyboardInterrupt may come between any two steps of entering and leaving, `__exit__`'s first
+    included. So whatever is there may have been left half done: undoing is right at any moment and
+    any number of times, and the next entry undoes what it finds `over`.
+    """
+
+    pool: Pool
+    device: int
+    thread: int
+    lasts: weakref.ref[Any] | None  # dead once the `with` is over; None: not entered by a `with`
+    entered: bool = False
+    left: bool = False
+    hooked: bool = False
+    allocating: Generator[None, None, None] | None = None
+
+    def over(self) -> bool:
+        """Whether nobody is inside any more, though nobody may have said so."""
+        if self.lasts is not None and self.lasts() is None:
+            return True
+        return self.thread == threading.get_ident() and (self.left or not self.entered)
+
+    def surely_inside(self) -> bool:
+        """Not over, and no uncollected traceback makes it look so: what an ExitStack leaves."""
+        if not self.over():
+            gc.collect()
+        return not self.over()
+
+
+class _Exit:
+    """``Pool.__exit__``, of which every `with` has an object of its own.
+
+    A `with` holds it until it is over, however it ends: interrupted, it leaves no other trace.
+    """
+
+    def __get__(self, pool: Pool | None, owner: type[Pool]) -> Callable[..., None]:
+        made = (
+            functools.partial(owner._exit) if pool is None else functools.partial(owner._exit, pool)
+        )
+        _in_this_thread.exit = weakref.ref(made)
+        return made
+
+
+def _taken_exit(pool: Pool) -> weakref.ref[Any] | None:
+    """What the `with` that is entering ``pool`` on this thread holds; None where none is."""
+    found: weakref.ref[Any] | None = getattr(_in_this_thread, "exit", None)
+    _in_this_thread.exit = None
+    made = None if found is None else found()
+    return found if made is not None and made.args in ((), (pool,)) else None
 
 
 class Pool:
@@ -71,39 +137,43 @@ class Pool:
         self._hooks: Any = None
         self._watch = ModuleWatch()
         self._start = PoolStats()
-        self._stack: ExitStack | None = None
-        self._thread: int | None = None
-        if config.enabled and _install.is_installed():
+        self._entry: _Entry | None = None
+
+    def _prepare(self) -> None:
+        """What needs no entry: pinning takes a while, and starts as soon as the device is open."""
+        if self._config.enabled and _install.is_installed():
             self._resolve()
-            if _pinned is None:  # pinning takes a while: it starts as soon as the device is open
-                _configure_pinned(_driver.native(), config)
+            if _pinned is None:
+                _configure_pinned(_driver.native(), self._config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the same settings and was never entered: for models that hold a pool."""
+        return _again, (
+            self._config,
+            self._sizes,
+            self._keep,
+            self._device_asked,
+            self._mode_asked,
+            self._limits,
+        )
 
     def __enter__(self) -> Pool:
         """Arm the budget. Raises ModeError, NestedPoolError, PoolThreadError, or SizeError."""
         if not self._config.enabled:
             return self
+        lasts = _taken_exit(self)
         _driver.check_process()
         mode = _modes.resolve(self._mode_asked)
-        with ExitStack() as stack:
-            device, budget = self._claim(stack)
-            native = _driver.native()
-            self._mode = mode
-            if mode != "allocator":
-                _modes.reach_torch(device, self._config)
-            _trouble.look(device)  # the backward of the step before
-            _configure_pinned(native, self._config)
-            self._configure_lanes(native, device)
-            if self._config.telemetry_enabled:
-                _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
-            _trouble.begin(device, budget.high)
-            native.set_budget(device, budget.high, budget.low, budget.limit)
-            stack.callback(native.clear_budget, device)
-            self._enter_torch(stack, device)
-            self._enter_hooks(stack)
-            self._stack = stack.pop_all()
+        entry, budget = self._claim(lasts)
+        try:
+            self._arm(entry, budget, mode)
+            entry.entered = True
+        except BaseException:
+            self._release(entry)
+            raise
         return self
 
-    def __exit__(
+    def _exit(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
@@ -112,15 +182,32 @@ class Pool:
         """Stop tagging. What was tagged stays inside the budget until autograd drops it."""
         if not self._config.enabled:
             return
-        if self._stack is None or self._thread != threading.get_ident():
+        entry = self._entry
+        if entry is None:
+            raise PoolError(
+                "A pool was left that is not entered.",
+                "Use one `with` per step; where __exit__ is called by hand, once per __enter__.",
+            )
+        if entry.thread != threading.get_ident():
             raise PoolThreadError(
-                "A pool was left on a thread that did not enter it.",
+                f"A pool was left on thread {threading.get_ident()}, but thread {entry.thread} "
+                "entered it.",
                 "Use one `with` per step, on the thread that runs forward.",
             )
-        stack, self._stack = self._stack, None
-        stack.__exit__(kind, error, trace)
-        if kind is None and self._device is not None:
-            _trouble.look(self._device)
+        self._release(entry)
+        if kind is None:
+            _trouble.look(entry.device)
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            trace: TracebackType | None,
+        ) -> None: ...
+    else:
+        __exit__ = _Exit()
 
     def stats(self) -> PoolStats:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
@@ -187,7 +274,7 @@ class Pool:
         What saved tensors are in stays, and what a copy still uses. The next eviction may have to
         pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
-        kept = 0 if _is_zero(keep) else parse_size(keep, None, "keep")
+        kept = 0 if _is_zero(keep) else min(parse_size(keep, None, "keep"), UNLIMITED)
         if self._device is None or not _driver.native().device_open(self._device):
             return 0
         return int(_driver.native().release_pinned(self._device, kept))
@@ -208,55 +295,106 @@ class Pool:
             if not _install.is_installed():
                 _driver.start()
                 _start_torch()
-            device = 0 if _install.is_simulated() else _stats.device_index(self._device_asked)
+            device = _stats.device_index(self._device_asked)
+            if _install.is_simulated():
+                device = 0  # where its tensors are
             total = _driver.require_virtual_memory(device).total
+            self._start = _stats.read(device)
             self._budget = resolve_budget(*self._sizes, total)
             self._device = device
-            self._start = _stats.read(device)
         return self._device, self._budget
 
-    def _claim(self, stack: ExitStack) -> tuple[int, Budget]:
-        """Take this thread and the device for this pool; the stack gives both back."""
-        outer = getattr(_in_this_thread, "pool", None)
+    def _claim(self, lasts: weakref.ref[Any] | None) -> tuple[_Entry, Budget]:
+        """Take this thread and the device for this pool, from whoever is over."""
+        outer: _Entry | None = getattr(_in_this_thread, "entry", None)
         if outer is not None:
-            raise NestedPoolError(
-                "A pool was entered inside " + ("itself." if outer is self else "another pool."),
-                "Use one pool around the whole forward pass; it may be entered again every step.",
-            )
+            if outer.surely_inside():
+                raise NestedPoolError(
+                    "A pool was entered inside "
+                    + ("itself." if outer.pool is self else "another pool."),
+                    "Use one pool around the whole forward pass; it may be entered again every "
+                    "step.",
+                )
+            outer.pool._release(outer)
         with _registry_lock:
-            if self._thread is not None:
+            device, budget = self._resolve()
+            others = [other for other in (self._entry, _active.get(device)) if other is not None]
+        for other in others:
+            if not other.surely_inside():
+                other.pool._release(other)
+        entry = _Entry(self, device, threading.get_ident(), lasts)
+        with _registry_lock:
+            if self._entry is not None:
                 raise PoolThreadError(
-                    f"A pool was entered on two threads at once ({self._thread} is inside).",
+                    "A pool was entered on two threads at once "
+                    f"(thread {self._entry.thread} is inside).",
                     "Use one pool per device, on the one thread that runs forward there.",
                 )
-            device, budget = self._resolve()
             if device in _active:
                 raise PoolThreadError(
                     f"Device {device} has a pool entered on another thread "
-                    f"({_active[device]._thread}) already.",
+                    f"({_active[device].thread}) already.",
                     "Use one pool per device, on the one thread that runs forward there.",
                 )
-            _active[device] = self
-            self._thread = threading.get_ident()
-            _in_this_thread.pool = self
-        stack.callback(self._release, device)
-        return device, budget
+            _in_this_thread.entry = entry
+            self._entry = entry
+            _active[device] = entry
+        return entry, budget
 
-    def _release(self, device: int) -> None:
+    def _arm(self, entry: _Entry, budget: Budget, mode: _modes.Mode) -> None:
+        device = entry.device
+        native = _driver.native()
+        self._mode = mode
+        if mode != "allocator":
+            _modes.reach_torch(device, self._config)
+        _trouble.look(device)  # the backward of the step before
+        _configure_pinned(native, self._config)
+        self._configure_lanes(native, device)
+        if self._config.telemetry_enabled:
+            _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
+        _trouble.begin(device, budget.high)
+        native.set_budget(device, budget.high, budget.low, budget.limit)
+        self._enter_torch(entry)
+        self._enter_hooks(entry)
+
+    def _release(self, entry: _Entry) -> None:
+        """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
+
+        It is forgotten last: interrupted, the next entry begins again.
+        """
+        entry.left = True
+        native = _driver.native()
+        if entry.hooked and entry.thread == threading.get_ident():
+            _remove_hooks()
+            native.Hooks.end_step()
+            entry.hooked = False
+        if self._entry is entry:  # else it was undone, and others may have come since
+            self._watch.leave()
+        if entry.allocating is not None:
+            entry.allocating.close()
+        if _active.get(entry.device) is entry:
+            native.clear_budget(entry.device)
+        self._give_up(entry)
+
+    def _give_up(self, entry: _Entry) -> None:
         with _registry_lock:
-            _active.pop(device, None)
-            self._thread = None
-            _in_this_thread.pool = None
+            if _active.get(entry.device) is entry:
+                del _active[entry.device]
+            if self._entry is entry:
+                self._entry = None
+        if getattr(_in_this_thread, "entry", None) is entry:
+            _in_this_thread.entry = None
 
-    def _enter_torch(self, stack: ExitStack, device: int) -> None:
+    def _enter_torch(self, entry: _Entry) -> None:
         """Allocate from a MemPool of ours, in the mode of that name."""
         if self._mode == "mempool":
             if self._mem_pool is None:
-                self._mem_pool = _modes.make_mem_pool(device)
-            stack.enter_context(_modes.allocate_from(self._mem_pool, device))
+                self._mem_pool = _modes.make_mem_pool(entry.device)
+            entry.allocating = _modes.allocating_from(self._mem_pool, entry.device)
+            next(entry.allocating)
 
-    def _enter_hooks(self, stack: ExitStack) -> None:
-        from torch.autograd.graph import saved_tensors_hooks
+    def _enter_hooks(self, entry: _Entry) -> None:
+        from torch._C import _autograd
 
         from stagehand_alloc import _hooks
 
@@ -265,8 +403,9 @@ class Pool:
         self._hooks.begin_step()
         stack.callback(self._hooks.end_step)
         if self._keep is not None:
-            stack.enter_context(self._watch)
-        stack.enter_context(saved_tensors_hooks(self._hooks.pack, self._hooks.unpack))
+            self._watch.enter()
+        entry.hooked = True
+        _autograd._push_saved_tensors_default_hooks(self._hooks.pack, self._hooks.unpack)
 
     def _passed_through(self) -> dict[str, int]:
         return {} if self._hooks is None else dict(self._hooks.passed_through())
@@ -312,15 +451,31 @@ def pool(
         )
     settings = _settings(config, telemetry)
     sizes = (
-        settings.high if high is None else high,
-        settings.low if low is None else low,
-        limit,
+        settings.high if high is None else plain_number(high),
+        settings.low if low is None else plain_number(low),
+        plain_number(limit),
     )
     for name, size in zip(("high", "low", "limit"), sizes, strict=True):
         if size is not None:
             parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
     _check_order(*sizes)
-    return Pool(settings, sizes, keep, device, known_mode)
+    made = Pool(settings, sizes, keep, device, known_mode)
+    made._prepare()
+    return made
+
+
+def _again(
+    config: Config,
+    sizes: tuple[Size | None, Size | None, Size | None],
+    keep: KeepPredicate | None,
+    device: DeviceLike,
+    mode: _modes.Mode | None,
+    limits: LaneLimits,
+) -> Pool:
+    """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
+    made = Pool(config, sizes, keep, device, mode)
+    made._limits = limits
+    return made
 
 
 def keep(tensor: Tensor) -> Tensor:
@@ -343,6 +498,11 @@ def _settings(
     if isinstance(telemetry, bool):
         settings = dataclasses.replace(settings, telemetry_enabled=telemetry)
     elif telemetry is not None:
+        if not isinstance(telemetry, str | Path):
+            raise ConfigError(
+                f"telemetry={shown(telemetry)} is a {type(telemetry).__name__}, not a path.",
+                "Give the path of the file to write, or True for the one in the settings.",
+            )
         settings = dataclasses.replace(
             settings, telemetry_enabled=True, telemetry_file=str(telemetry)
         )
@@ -353,6 +513,21 @@ def _settings(
             f"These settings have no effect in this version: {', '.join(unused)}.", stacklevel=3
         )
     return settings
+
+
+def _remove_hooks() -> None:
+    """Take our hooks off this thread's stack, also from below those of others."""
+    from torch._C import _autograd
+
+    hooks = _driver.native().Hooks
+    others = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        if isinstance(getattr(top[0], "__self__", None), hooks):
+            break
+        others.append(top)
+    for pack, unpack in reversed(others):
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _start_torch() -> None:

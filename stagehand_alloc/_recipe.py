@@ -51,9 +51,18 @@ class Recipe:
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler: CXX, or the first of the usual names."""
-    names = (os.environ.get("CXX") or "", *_COMPILERS)
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+    """Path of the C++ compiler: CXX, or the first of the usual names.
+
+    Raises CompilerError where CXX names none: another one is not what was asked for.
+    """
+    if asked := os.environ.get("CXX"):
+        if (found := shutil.which(asked)) is None:
+            raise CompilerError(
+                f"CXX={asked!r} is no program that can be run.",
+                "Set CXX to the path of a C++ compiler alone, without arguments, or unset it.",
+            )
+        return found
+    return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
 
 
 def compiler_version(path: str) -> str:

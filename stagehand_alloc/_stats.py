@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
-from stagehand_alloc._config import format_bytes
+from stagehand_alloc._config import format_bytes, plain_number, shown
+from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._pinned import propose_classes
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
+_MOST_DEVICES = 64  # native/entry/registry.hpp
 PEAKS = (
     *("mapped_peak", "occupied_peak", "retained_peak", "evicted_peak", "live_peak"),
     *("overshoot_live", "overshoot_saved"),
@@ -186,17 +188,36 @@ _carried = _CarriedPeaks()
 
 
 def device_index(device: DeviceLike) -> int:
-    """The CUDA device meant; None is the current one (0 before CUDA is initialised)."""
-    if isinstance(device, int):
-        return device
+    """The CUDA device meant; None is the current one (0 before CUDA is initialised).
+
+    Raises ConfigError for what is none.
+    """
     import torch
 
-    if device is not None:
-        index = torch.device(device).index
-        if index is not None:
-            return index
-    cuda: Any = torch.cuda
-    return int(cuda.current_device()) if cuda.is_initialized() else 0
+    if device is None or device == "cuda":
+        cuda: Any = torch.cuda
+        return int(cuda.current_device()) if cuda.is_initialized() else 0
+    device = plain_number(device)
+    how = 'Give a number, "cuda:1", a torch.device, or nothing for the current device.'
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise ConfigError(f"device={shown(device)} is a {type(device).__name__}.", how)
+    index = device
+    if not isinstance(device, int):
+        try:
+            meant = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"device={shown(device)} is no device torch knows.", how) from error
+        if meant.type != "cuda":
+            raise ConfigError(f"device={str(device)!r} is no CUDA device.", how)
+        index = device_index(None) if meant.index is None else meant.index
+    assert isinstance(index, int)
+    if 0 <= index < _MOST_DEVICES and _open(index):
+        return index
+    count = _driver.device_count() if _driver.started() else None
+    if index < 0 or (count is not None and index >= count):
+        known = "devices are counted from 0" if count is None else f"there are {count}"
+        raise ConfigError(f"There is no device {shown(index)}: {known}.", how)
+    return index
 
 
 def stats(device: DeviceLike = None) -> PoolStats:

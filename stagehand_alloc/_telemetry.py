@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from stagehand_alloc import _stats
-from stagehand_alloc._config import MIB, format_bytes
+from stagehand_alloc._config import MIB, format_bytes, shown
 from stagehand_alloc._errors import TelemetryError
 from stagehand_alloc._stats import PoolStats
 
@@ -27,6 +27,12 @@ V0_FIELDS = (
     *("activations_restored", "spill_bytes", "restore_bytes", "stall_time_ms", "stall_count"),
     *("pool_hits", "pool_misses", "vram_peak_mb"),
 )
+
+_BEGINS = '{"step": '  # how a line of ours does
+_TEXTS = ("plan", "plan_state")
+_LISTS = ("proposed_classes_mb", "proposed_slabs_per_class")
+_OTHERS = ("passed_through",)
+_LARGEST_NUMBER = 1 << 63
 
 PassedThrough = Callable[[], dict[str, int]]
 
@@ -192,15 +198,40 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             line = json.loads(row)
             valid = isinstance(line, dict) and all(name in line for name in V0_FIELDS)
-        except ValueError:
+        except (ValueError, RecursionError):
             valid = False
         if valid:
+            _check_types(path, number, line)
             yield line
-        elif number < len(rows):  # a last line may be cut off, where a process was killed
+        # A last line may be cut off, where a process was killed.
+        elif number < len(rows) or not row.startswith(_BEGINS[: len(row)]):
             raise TelemetryError(
                 f"{path}, line {number}, is not a step of telemetry.",
                 "Give the file that pool(telemetry=...) wrote.",
             )
+
+
+def _check_types(path: Path, number: int, line: dict[str, Any]) -> None:
+    for name, value in line.items():
+        if name in _TEXTS:
+            right = isinstance(value, str) and value.isprintable()
+        elif name in _LISTS:
+            right = isinstance(value, list) and all(_is_number(one) for one in value)
+        else:
+            right = name in _OTHERS or _is_number(value)
+        if not right:
+            raise TelemetryError(
+                f"{path}, line {number}: {name} is {shown(value)}, which no step has.",
+                "Give the file that pool(telemetry=...) wrote.",
+            )
+
+
+def _is_number(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < _LARGEST_NUMBER  # nor NaN, nor what a float cannot be
+    )
 
 
 def report(steps: list[dict[str, Any]], rows: int = 12) -> str:

@@ -99,9 +99,10 @@ def _load(
     """What was found, and what the user can do about it; empty where nothing is amiss."""
     if not cuda:
         return Trigger(None, "not needed", _no_cuda()), ""
-    if _recipe.find_compiler() is None:
-        return Trigger(None, "no compiler", "no C++ compiler was found."), _recipe.INSTALL_COMPILER
     try:
+        if _recipe.find_compiler() is None:
+            why = "no C++ compiler was found."
+            return Trigger(None, "no compiler", why), _recipe.INSTALL_COMPILER
         path, loaded = _build.load(library)
     except CompilerError as error:
         return Trigger(None, "build failed", error.what), error.todo

@@ -82,6 +82,24 @@ class PausedCollection {
   const bool wanted_;
 };
 
+// A reference to a storage of torch's, dropped unless the engine takes it.
+class HeldReference {
+ public:
+  HeldReference(const core::TorchSide& side, void* storage) : side_(side), storage_(storage) {}
+  ~HeldReference() {
+    if (storage_ != nullptr) {
+      side_.drop(storage_);
+    }
+  }
+  void release() { storage_ = nullptr; }
+  HeldReference(const HeldReference&) = delete;
+  HeldReference& operator=(const HeldReference&) = delete;
+
+ private:
+  const core::TorchSide& side_;
+  void* storage_;
+};
+
 // A tensor over a storage of torch's, exactly as the saved one was. Torch holds the storage from
 // then on, and the engine sees that by itself.
 nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
@@ -240,6 +258,9 @@ Handle Hooks::pack(nb::handle tensor) {
   if (torch.flag_call(object, torch.is_neg)) {
     return pass(tensor, Reason::neg_bit, leaf);
   }
+  if (!torch.same_in_dlpack(object)) {
+    return pass(tensor, Reason::layout, leaf);
+  }
   dlpack::Tensor described{};
   if (torch.exchange->tensor_from_object(object, &described) != 0) {
     PyErr_Clear();  // sparse, quantized: DLPack says it cannot carry it
@@ -290,18 +311,14 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
     const bool capturing = result == core::Hold::capturing;
     return {capturing ? core::Refusal::graph_capture : core::Refusal::foreign_storage, {}};
   }
+  HeldReference reference(side, held.storage);
   if (side.triggers == 0) {
     note_usage(device_, last - first);
   }
-  core::Saved saved;
-  try {
-    saved = runtime.save_held(held, current_stream(handle.geometry.device), first, first, last);
-  } catch (...) {
-    side.drop(held.storage);
-    throw;
-  }
-  if (!saved.took_reference) {
-    side.drop(held.storage);
+  const core::Saved saved =
+      runtime.save_held(held, current_stream(handle.geometry.device), first, first, last);
+  if (saved.took_reference) {
+    reference.release();
   }
   runtime.drop_orphans();
   return saved;

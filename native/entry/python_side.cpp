@@ -193,20 +193,41 @@ bool make(int device, Bytes bytes, driver::Stream, bool, HeldStorage* held) {
   }
 }
 
+// The engine calls the next three where it cannot fail, destructors included: what Python raises is
+// reported, as from a destructor of its own, and the answer is the one that changes nothing. Their
+// callers hold no lock, and may have given the GIL up.
+template <class Answer, class Call>
+Answer or_else(Answer answer, const char* where, const Call& call) {
+  const nb::gil_scoped_acquire locked;
+  const nb::error_scope callers;
+  try {
+    answer = call();
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable(where);
+  } catch (const std::exception& error) {  // an answer of another type
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    PyErr_WriteUnraisable(nullptr);
+  }
+  return answer;
+}
+
 bool release_cached() {
-  const nb::gil_scoped_acquire locked;  // its callers hold no lock, and may have given the GIL up
-  functions().empty_cache();
-  return true;
+  return or_else(false, "stagehand_alloc: torch.cuda.empty_cache", [] {
+    functions().empty_cache();
+    return true;
+  });
 }
 
 double fraction(int device) {
-  const nb::gil_scoped_acquire locked;
-  return nb::cast<double>(functions().get_fraction(device));
+  return or_else(1.0, "stagehand_alloc: torch.cuda.get_per_process_memory_fraction",
+                 [&] { return nb::cast<double>(functions().get_fraction(device)); });
 }
 
 void set_fraction(int device, double share) {
-  const nb::gil_scoped_acquire locked;
-  functions().set_fraction(share, device);
+  or_else(false, "stagehand_alloc: torch.cuda.set_per_process_memory_fraction", [&] {
+    functions().set_fraction(share, device);
+    return true;
+  });
 }
 
 }  // namespace

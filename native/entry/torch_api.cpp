@@ -1,5 +1,7 @@
 #include "entry/torch_api.hpp"
 
+#include <string>
+
 namespace stagehand::entry {
 
 namespace {
@@ -12,6 +14,23 @@ nb::object owned(PyObject* object) {
 }
 
 PyObject* leak(nb::object object) { return object.release().ptr(); }
+
+// Whole numbers of less than a byte, which come back as int8 and uint8. By name: a torch may not
+// have all of them. Other kinds that DLPack does not know it refuses by itself.
+nb::object not_in_dlpack(const nb::module_& torch) {
+  const nb::object found = nb::steal(PySet_New(nullptr));
+  const auto add = [&](const std::string& name) {
+    if (nb::hasattr(torch, name.c_str()) &&
+        PySet_Add(found.ptr(), torch.attr(name.c_str()).ptr()) != 0) {
+      throw nb::python_error();
+    }
+  };
+  for (const char* bits : {"1", "2", "3", "4", "5", "6", "7"}) {
+    add(std::string("int") + bits);
+    add(std::string("uint") + bits);
+  }
+  return found;
+}
 
 TorchApi* load() {
   nb::module_ torch = nb::module_::import_("torch");
@@ -26,11 +45,13 @@ TorchApi* load() {
   api->parameter_type = leak(torch.attr("nn").attr("Parameter"));
   // A shape that no default dtype or device setting of the user changes: no storage either way.
   api->empty = leak(torch.attr("empty")(0, nb::arg("device") = "cpu"));
+  api->not_in_dlpack = leak(not_in_dlpack(torch));
   api->out_of_memory = leak(torch.attr("OutOfMemoryError"));
   api->storage_address = leak(torch.attr("_C").attr("_storage_address"));
   api->use_count = leak(torch.attr("_C").attr("_storage_Use_Count"));
   api->tensor_type = leak(std::move(tensor));
   const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+  api->dtype = name("dtype");
   api->is_leaf = name("is_leaf");
   api->requires_grad = name("requires_grad");
   api->base = name("_base");
@@ -71,6 +92,15 @@ bool TorchApi::flag_call(PyObject* object, PyObject* name) const {
   const nb::object value =
       owned(PyObject_CallMethodObjArgs(object, name, static_cast<PyObject*>(nullptr)));
   return value.ptr() == Py_True;
+}
+
+bool TorchApi::same_in_dlpack(PyObject* tensor) const {
+  const nb::object kind = owned(PyObject_GetAttr(tensor, dtype));
+  const int found = PySet_Contains(not_in_dlpack, kind.ptr());
+  if (found < 0) {
+    throw nb::python_error();
+  }
+  return found == 0;
 }
 
 long TorchApi::version_of(PyObject* tensor) const {

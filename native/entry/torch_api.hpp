@@ -18,11 +18,13 @@ struct TorchApi {
   PyObject* parameter_type;   // torch.nn.Parameter
   PyObject* out_of_memory;    // torch.OutOfMemoryError
   PyObject* empty;            // one tensor without storage, shared by every version probe
+  PyObject* not_in_dlpack;    // a set of the dtypes that DLPack has no word for
   PyObject* storage_address;  // torch._C's: the address of a tensor's storage, without making a
                               // Python object of that, and how often a storage is referred to
   PyObject* use_count;
   const dlpack::ExchangeApi* exchange;
   // Interned attribute names.
+  PyObject* dtype;
   PyObject* is_leaf;
   PyObject* requires_grad;
   PyObject* base;
@@ -36,6 +38,8 @@ struct TorchApi {
   bool is_parameter(PyObject* object) const;          // or a subclass, as FSDP's flat parameter is
   bool flag(PyObject* object, PyObject* name) const;  // attribute as a bool
   bool flag_call(PyObject* object, PyObject* name) const;  // method without arguments as a bool
+  // Whether the C interface says the tensor's dtype as it is: it says int8 of an int4.
+  bool same_in_dlpack(PyObject* tensor) const;
   long version_of(PyObject* tensor) const;
   nb::object detached(PyObject* tensor) const;
   // A tensor that shares `tensor`'s version counter and holds no storage: it follows every in-place

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <typeinfo>
 
+#include "entry/object_size.hpp"
+
 namespace c10 {
 
 // Passed by value to the constructor: laid out as c10 lays it out.
@@ -30,14 +32,14 @@ namespace stagehand::entry {
 namespace {
 
 using Constructor = void (*)(void* self, c10::SourceLocation where, std::string message);
-using Destructor = void (*)(void* self);
 
-// c10::Error holds two strings, a context list, a cache and a backtrace: 200 bytes or so.
+// c10::Error holds two strings, a context list, a cache and a backtrace: 200 bytes or so. Its
+// constructor is tried first: where it writes further than half of the room, some torch of the
+// future has made it larger, and none is built. (Half: what is written later may lie behind.)
 constexpr std::size_t kRoomForError = 1024;
 
 struct ErrorSymbols {
   Constructor construct = nullptr;
-  Destructor destroy = nullptr;
   // __cxa_throw takes it without const.
   std::type_info* type = const_cast<std::type_info*>(&typeid(c10::OutOfMemoryError));
 };
@@ -45,6 +47,20 @@ struct ErrorSymbols {
 template <class T>
 T symbol(void* library, const char* name) {
   return reinterpret_cast<T>(dlsym(library, name));
+}
+
+// The destructor is virtual, and exported by no version.
+void destroy(void* error) { static_cast<std::exception*>(error)->~exception(); }
+
+bool fits(const ErrorSymbols& error) {
+  try {
+    const std::size_t written = bytes_written(
+        [&](void* where) { error.construct(where, {"alloc", "stagehand_alloc", 0}, "a trial"); },
+        &destroy);
+    return written > 0 && written <= kRoomForError / 2;
+  } catch (const std::exception&) {  // out of host memory
+    return false;
+  }
 }
 
 ErrorSymbols find_symbols() {
@@ -58,16 +74,15 @@ ErrorSymbols find_symbols() {
       "C1ENS_14SourceLocationE" \
       "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
   found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c1016OutOfMemoryError"));
-  found.destroy = symbol<Destructor>(c10, "_ZN3c1016OutOfMemoryErrorD1Ev");
   if (found.construct == nullptr) {
     found.construct = symbol<Constructor>(c10, SH_CONSTRUCTOR("_ZN3c105Error"));
   }
 #undef SH_CONSTRUCTOR
-  if (found.destroy == nullptr) {
-    found.destroy = symbol<Destructor>(c10, "_ZN3c105ErrorD1Ev");
-  }
   if (auto* type = symbol<std::type_info*>(c10, "_ZTIN3c1016OutOfMemoryErrorE"); type != nullptr) {
     found.type = type;
+  }
+  if (found.construct == nullptr || !fits(found)) {
+    found.construct = nullptr;
   }
   return found;
 }
@@ -86,7 +101,7 @@ void throw_out_of_memory(const std::string& message) {
     abi::__cxa_free_exception(error);
     throw;
   }
-  abi::__cxa_throw(error, symbols.type, symbols.destroy);
+  abi::__cxa_throw(error, symbols.type, &destroy);
 }
 
 std::string explain(core::Runtime& runtime, core::Status status, core::Bytes bytes) {
@@ -100,10 +115,13 @@ std::string explain(core::Runtime& runtime, core::Status status, core::Bytes byt
            ".\nAn earlier error on this device is the likely cause: run with "
            "CUDA_LAUNCH_BLOCKING=1 to find it.";
   }
-  return "CUDA out of memory. stagehand_alloc: " + report +
-         ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where pinned "
-         "memory "
-         "is short, raise `host_limit`.";
+  const char* const advice =
+      runtime.budget().limit < runtime.device_bytes()
+          ? ".\nRaise `limit` (or leave it out), or lower what forward keeps live; where pinned "
+            "memory is short, raise `host_limit`."
+          : ".\nThe device has no more: lower what is live at once (a smaller batch or sequence, a "
+            "sharded optimizer); where pinned memory is short, raise `host_limit`.";
+  return "CUDA out of memory. stagehand_alloc: " + report + advice;
 }
 
 void raise_status(core::Runtime& runtime, core::Status status, core::Bytes bytes) {

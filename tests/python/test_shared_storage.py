@@ -170,7 +170,7 @@ def test_what_was_prefetched_looks_shared_too() -> None:
         found = pool.stats()
         del pool
     assert actual == [expected] * 3
-    assert found.prefetch_hits > 0
+    assert found.prefetches > 0
 
 
 def test_tied_weights_with_a_fused_loss_that_saved_the_gradient_of_the_weight() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +214,46 @@ def test_what_existed_before_the_pool_is_not_tagged() -> None:
         loss = Save.apply(x, [], older).sum()
         assert stagehand_alloc.stats().records == 0
         del loss
+
+
+# --- Every dtype torch has
+
+
+def dtypes() -> list[torch.dtype]:
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return sorted(found, key=str)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_a_saved_tensor_comes_back_with_the_dtype_it_had(dtype: torch.dtype) -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, q: Tensor) -> Tensor:
+            ctx.save_for_backward(q)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            (q,) = ctx.saved_tensors
+            back.append((q.dtype, tuple(q.shape), bytes(q.view(torch.uint8).tolist())))
+            return grad, None
+
+    back: list[Any] = []
+    x = torch.ones(4, requires_grad=True)
+    with evicting_everything(), stagehand_alloc.pool() as pool:
+        raw = torch.arange(64, dtype=torch.uint8) % 2
+        try:
+            q = raw.view(dtype)
+        except RuntimeError as error:
+            pytest.skip(f"torch makes none: {error}")
+        shape = tuple(q.shape)
+        y = Saves.apply(x, q)
+        other = (x * 1).sin()  # something that may leave, whatever becomes of the other
+        del q, raw
+        torch.empty(1)
+        torch.empty(1)
+    del other
+    y.sum().backward()
+    assert back == [(dtype, shape, bytes(at % 2 for at in range(64)))]
+    if re.fullmatch(r"torch\.u?int[1-7]", str(dtype)):
+        assert pool.stats().passed_through["layout"] == 1
