@@ -123,8 +123,9 @@ class Generator {
   // of two micro-batches whose backwards come in either order, or only evaluate.
   void train() {
     std::vector<Layer> layers(3 + draw(14));
+    const std::uint64_t usual = draw(2);  // the default stream, or one that was made
     for (Layer& layer : layers) {
-      layer = {draw_size(std::min(largest_, setup_.high / 3)), draw(6) == 0 ? draw(16) : 1,
+      layer = {draw_size(std::min(largest_, setup_.high / 3)), draw(6) == 0 ? draw(16) : usual,
                draw(6) == 0 ? 2u : 1u, draw(5) == 0, draw(1 << 16)};
     }
     const std::uint64_t disturbance = draw(3) == 0 ? 0 : 4 + draw(30);
@@ -162,12 +163,15 @@ class Generator {
     }
     return handles;
   }
-  // `newer` handles are left alone.
+  // `newer` handles are left alone. Now and then it is given up half-way.
   void backward(std::uint64_t handles, std::uint64_t newer, std::uint64_t disturbance) {
+    const std::uint64_t given_up = draw(8) == 0 ? draw(handles + 1) : 0;
     for (; handles > 0; --handles) {
-      add(Op::Unpack, {.pick = newer, .stream = 1, .more = draw(8) == 0 ? 0u : 1u});
-      add(Op::DropAlias, {});
-      add(Op::DropHandle, {.pick = newer});
+      if (handles > given_up) {
+        add(Op::Unpack, {.pick = newer, .stream = 1, .more = draw(8) == 0 ? 0u : 1u});
+        add(Op::DropAlias, {.more = draw(1 << 16)});
+      }
+      add(Op::DropHandle, {.pick = newer, .more = draw(1 << 16)});
       disturb(disturbance, 1);
     }
   }

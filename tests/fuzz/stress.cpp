@@ -409,10 +409,10 @@ void Stress::end_capture() {
   if (!std::exchange(capturing_, false)) {
     return;
   }
-  store_.capture(captured_.device, -1);
   int mode = 0;
   table_.thread_exchange_capture_mode(&mode);
   contents_.capture(stream(captured_), false);
+  store_.capture(captured_.device, -1);
 }
 
 void Stress::release_graph(std::uint64_t pick) {

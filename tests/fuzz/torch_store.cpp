@@ -1,6 +1,8 @@
 #include "fuzz/torch_store.hpp"
 
+#include <set>
 #include <utility>
+#include <vector>
 
 namespace stagehand::fuzz {
 
@@ -23,6 +25,9 @@ struct World {
   driver::Context context = nullptr;
   core::TorchSide torch;
   bool gil = false;
+  bool capturing = false;
+  std::set<const void*> used_aside;  // storages that torch was told other streams use
+  std::vector<void*> deferred;       // dropped in a capture
   std::string broken;
 };
 World& world() {
@@ -32,6 +37,26 @@ World& world() {
 
 Storage* storage_of(const void* storage) {
   return static_cast<Storage*>(const_cast<void*>(storage));
+}
+
+// Torch records no event in a capture: what other streams use becomes free after it.
+void drop_in_torch(void* storage) {
+  World& here = world();
+  if (here.capturing && here.used_aside.contains(storage)) {
+    here.deferred.push_back(storage);
+    return;
+  }
+  if (storage_of(storage)->references == 1) {
+    here.used_aside.erase(storage);
+  }
+  const driver::ContextGuard guard(here.table, here.context);
+  here.torch.drop(storage);
+}
+
+void use_aside(void* storage, driver::Stream stream) {
+  const driver::ContextGuard guard(world().table, world().context);
+  world().used_aside.insert(storage);
+  world().torch.used_on(storage, 0, stream);
 }
 
 class Gil {
@@ -49,16 +74,14 @@ class Gil {
 core::TorchSide side_of(bool triggers) {
   world().torch = FakeTorch::side(triggers);
   core::TorchSide side = world().torch;
-  side.used_on = [](void* storage, int device, driver::Stream stream) {
-    const driver::ContextGuard guard(world().table, world().context);
-    world().torch.used_on(storage, device, stream);
+  side.used_on = [](void* storage, int /*device*/, driver::Stream stream) {
+    use_aside(storage, stream);
   };
   side.drop = [](void* storage) {
     if (!world().gil && storage_of(storage)->references > 1 && world().torch.triggers != 0) {
       world().broken = "a storage that others refer to was dropped without the GIL";
     }
-    const driver::ContextGuard guard(world().table, world().context);
-    world().torch.drop(storage);
+    drop_in_torch(storage);
   };
   side.make = [](int device, Bytes bytes, driver::Stream stream, bool quiet,
                  core::HeldStorage* held) {
@@ -88,9 +111,9 @@ TorchStore::TorchStore(const driver::Table& table, core::Runtime& runtime, drive
       cache_(kept(new core::CacheMap)),
       torch_(table, runtime, cache_, setup.triggers != 0),
       setup_(setup) {
+  world() = {};
   world().table = table;
   world().context = context;
-  world().broken.clear();
   runtime.use_torch(kept(new core::TorchSide(side_of(setup.triggers != 0))), cache_);
   if (setup.expandable != 0) {
     torch_.expandable = true;
@@ -126,8 +149,7 @@ Status TorchStore::make(driver::Stream stream, std::uint64_t graph, Reference* m
 // By a thread with the GIL, as most are.
 bool TorchStore::drop(const Reference& reference) {
   const Gil gil;
-  const driver::ContextGuard guard(world().table, world().context);
-  torch_.drop(storage_of(reference.storage));
+  drop_in_torch(reference.storage);
   return true;
 }
 
@@ -157,7 +179,7 @@ Status TorchStore::unpack(std::size_t /*device*/, core::RecordId record, Bytes o
   const Gil gil;
   FakeTorch::hold(storage_of(unpacked.storage));
   if (unpacked.elsewhere) {
-    torch_.record_stream(storage_of(unpacked.storage), consumer);
+    use_aside(unpacked.storage, consumer);
   }
   runtime_.drop_alias(unpacked.block);
   *again = {unpacked.storage, nullptr, unpacked.address, 0, 0};
@@ -175,7 +197,15 @@ void TorchStore::drop_orphans() {
 }
 
 void TorchStore::record_stream(const Reference& of, driver::Stream user) {
-  torch_.record_stream(storage_of(of.storage), user);
+  use_aside(of.storage, user);
+}
+
+void TorchStore::capture(std::size_t /*device*/, int change) {
+  world().capturing = change > 0;
+  const Gil gil;
+  for (void* storage : std::exchange(world().deferred, {})) {
+    drop_in_torch(storage);
+  }
 }
 
 void TorchStore::enter_pool() {

@@ -31,7 +31,7 @@ class TorchStore : public Store {
   void enter_pool() override;
   void leave_pool() override;
   void trim(std::size_t device, core::Bytes target) override;
-  void capture(std::size_t, int) override {}  // torch's captures nobody tells of
+  void capture(std::size_t device, int change) override;
   void release_graph(std::size_t device, std::uint64_t graph) override;
   std::string broken() override;
   std::string left() override;
