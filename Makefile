@@ -69,9 +69,10 @@ BESIDE := +@$(MAKE) --no-print-directory --output-sync=target -j 2
 test: setup
 	$(BESIDE) test-python test-native
 
+# One process a core, so torch needs no threads of its own.
 .PHONY: test-python
 test-python: setup
-	$(PY) -m pytest -q -n $(JOBS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: test-native
 test-native: setup
@@ -114,7 +115,7 @@ check-sanitizers: setup
 FUZZ := build/release/stagehand_fuzz
 FUZZ_SEEDS := 1000
 FUZZ_OPS := 5000
-FUZZ_SWEEPS := 12
+FUZZ_SWEEPS := 40
 
 .PHONY: fuzz
 fuzz: setup

@@ -20,7 +20,7 @@ using core::operator""_MiB;
 
 namespace {
 
-constexpr unsigned kSeconds = 120;  // a program that takes longer hangs
+constexpr unsigned kSeconds = 240;  // a program that takes longer hangs
 
 class SimulatedContents : public Contents {
  public:
