@@ -3,7 +3,6 @@
 # `make bench` are the exceptions: they use the python3 they are given, and no network.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.NOTPARALLEL:
 
 JOBS ?= $(shell nproc)
 VENV := .venv
@@ -27,6 +26,7 @@ help:
 	@echo "make demo      train a small model inside a budget it does not fit (simulated GPU: no GPU needed)"
 	@echo "make test      Python and native tests on the simulated GPU"
 	@echo "make check     formatting, lint, types, layout, native tests under sanitizers"
+	@echo "make fuzz      ten million random operations, every driver call failing in turn: half an hour"
 	@echo "make format    reformat the sources"
 	@echo "make gpu-test  tests/gpu on a real GPU, with the python3 of this machine"
 	@echo "make bench     all benchmarks on a real GPU, with the python3 of this machine"
@@ -61,12 +61,18 @@ setup: $(VENV)/.installed
 demo: setup
 	@$(PY) -m stagehand_alloc demo
 
-.PHONY: test
-test: setup test-python test-native
+# What does not need each other runs beside each other: the Python suite waits a good deal, and
+# compiling does not.
+BESIDE := +@$(MAKE) --no-print-directory --output-sync=target -j 2
 
+.PHONY: test
+test: setup
+	$(BESIDE) test-python test-native
+
+# One process a core, so torch needs no threads of its own.
 .PHONY: test-python
 test-python: setup
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: test-native
 test-native: setup
@@ -74,7 +80,11 @@ test-native: setup
 	$(CTEST) --test-dir build/release
 
 .PHONY: check
-check: setup check-format check-lint check-types check-layout check-sanitizers
+check: setup
+	$(BESIDE) check-text check-sanitizers
+
+.PHONY: check-text
+check-text: check-format check-lint check-types check-layout
 
 .PHONY: check-format
 check-format: setup
@@ -97,8 +107,33 @@ check-layout: setup
 check-sanitizers: setup
 	$(call native-tests,address,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=address)
 	$(CTEST) --test-dir build/address
-	$(call native-tests,thread,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=thread,--target stagehand_thread_tests)
-	$(CTEST) --test-dir build/thread -R thread
+	$(call native-tests,thread,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=thread,--target native_tests)
+	$(CTEST) --test-dir build/thread
+
+# docs/testing.md. SEED=n: that seed alone, printed as short as it still fails; PROGRAM=file: a
+# program that was printed.
+FUZZ := build/release/stagehand_fuzz
+FUZZ_SEEDS := 1000
+FUZZ_OPS := 5000
+FUZZ_SWEEPS := 40
+
+.PHONY: fuzz
+fuzz: setup
+	$(call native-tests,release,-DSTAGEHAND_CHECKS=1,--target stagehand_fuzz)
+ifdef PROGRAM
+	$(FUZZ) --program $(PROGRAM) --trace
+else ifdef SEED
+	$(FUZZ) --seed $(SEED) --ops $(FUZZ_OPS)
+else
+	+@$(MAKE) --no-print-directory --keep-going -j 2 fuzz-allocator fuzz-torch
+	$(if $(wildcard tests/judgement),STAGEHAND_JUDGEMENT=all $(PY) -m pytest -q -n 2 tests/judgement)
+endif
+
+# One process each.
+.PHONY: fuzz-allocator fuzz-torch
+fuzz-allocator fuzz-torch: fuzz-%:
+	$(FUZZ) --store $* --seeds $(FUZZ_SEEDS) --ops $(FUZZ_OPS); random=$$?; \
+	$(FUZZ) --store $* --seeds $(FUZZ_SWEEPS) --sweep && exit $$random
 
 .PHONY: format
 format: setup

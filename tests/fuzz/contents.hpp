@@ -21,9 +21,10 @@ class Contents {
   virtual std::string finish() = 0;
   // Cheap: empty, or what is known to be wrong by now.
   virtual std::string seen() { return ""; }
-  // Makes driver calls fail, where that is possible; the simulator's fail() says how.
-  virtual void fault(const char* /*symbol*/, std::uint64_t /*nth*/, int /*result*/) {}
-  virtual void end_faults() {}
+  // The device gets on by so many steps, where that can be said.
+  virtual void progress(std::uint64_t /*steps*/) {}
+  // The stream is captured into a graph from now on, or no longer. False: not possible here.
+  virtual bool capture(driver::Stream /*stream*/, bool /*on*/) { return false; }
   // What the driver may take for itself while a program runs.
   virtual core::Bytes driver_slack() const { return 0; }
 };

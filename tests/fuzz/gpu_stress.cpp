@@ -107,7 +107,8 @@ void tell(const std::string& what, char* text, std::size_t size) {
 }
 
 // One runtime for all programs, as a process has it; each program ends with everything dropped.
-std::string stress(const driver::Table& table, int device, std::uint64_t seed, double seconds) {
+std::string stress(const driver::Table& table, int device, driver::Context context,
+                   std::uint64_t seed, double seconds) {
   using Clock = std::chrono::steady_clock;
   std::string error;
   core::Runtime* const runtime = core::Runtime::open(table, device, &error);  // leaked, rule T3
@@ -118,11 +119,15 @@ std::string stress(const driver::Table& table, int device, std::uint64_t seed, d
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
   do {
     GpuContents contents(table);
-    Stress stress(table, *runtime, contents);
     // Programs for a small device keep more blocks apart in the same time; every other one is for
     // all there is.
-    const Bytes memory = seed % 2 == 0 ? runtime->device_bytes() / 2 : Bytes{2} << 30;
-    error = stress.run(generate(seed, kLength, {memory, false}));
+    Setup setup;
+    setup.seed = seed;
+    setup.memory = seed % 2 == 0 ? runtime->device_bytes() / 2 : Bytes{2} << 30;
+    setup.high = setup.memory / 2 >> seed % 3;
+    setup.check_every = 1;
+    HeapStore store({runtime});
+    error = Stress(table, {context}, store, contents, setup).run(generate(setup, kLength));
     if (!error.empty()) {
       return "seed " + std::to_string(seed) + ": " + error;
     }
@@ -144,7 +149,7 @@ int stagehand_run_stress(const void* const* driver_addresses, int device, std::u
     return 1;
   }
   const stagehand::driver::ContextGuard guard(table, context);
-  const std::string broken = stagehand::fuzz::stress(table, device, seed, seconds);
+  const std::string broken = stagehand::fuzz::stress(table, device, context, seed, seconds);
   stagehand::fuzz::tell(broken, text, size);
   return broken.empty() ? 0 : 1;
 }

@@ -5,22 +5,29 @@
 #include <map>
 #include <utility>
 
+#include "fuzz/faults.hpp"
+
 namespace stagehand::fuzz {
 
 using core::Address;
 using core::Bytes;
 using core::Status;
-using core::operator""_MiB;
 
 namespace {
 
-constexpr Bytes kLargestView = 256 << 10;  // large blocks are looked at in parts
+constexpr Bytes kLargestView = 96 << 10;  // large blocks are looked at in parts
+
+// From the newest on.
+template <typename Kept>
+std::size_t index_of(const std::vector<Kept>& all, std::uint64_t pick) {
+  return all.size() - 1 - pick % all.size();
+}
 
 template <typename Kept>
-Kept taken(std::vector<Kept>& from, std::size_t index) {
-  std::swap(from[index], from.back());
-  Kept kept = std::move(from.back());
-  from.pop_back();
+Kept taken(std::vector<Kept>& from, std::uint64_t pick) {
+  const auto at = from.begin() + static_cast<std::ptrdiff_t>(index_of(from, pick));
+  Kept kept = std::move(*at);
+  from.erase(at);
   return kept;
 }
 
@@ -29,40 +36,54 @@ Bytes share_of(Bytes whole, Bytes share) { return whole / 1024 * share; }
 
 }  // namespace
 
-Stress::Stress(const driver::Table& table, core::Runtime& runtime, Contents& contents,
-               std::FILE* trace)
-    : table_(table), runtime_(runtime), contents_(contents), trace_(trace) {
+Stress::Stress(const driver::Table& table, std::vector<driver::Context> contexts, Store& store,
+               Contents& contents, const Setup& setup, std::FILE* trace)
+    : table_(table),
+      contexts_(std::move(contexts)),
+      store_(store),
+      contents_(contents),
+      setup_(setup),
+      trace_(trace) {
   // One set of streams a runtime, as a process has: each costs an address range for good.
   static std::map<const core::Runtime*, std::vector<driver::Stream>> made;
-  std::vector<driver::Stream>& streams = made[&runtime];
-  while (streams.size() < kStreams) {
-    driver::Stream stream = nullptr;
-    if (table_.stream_create(&stream, driver::kStreamNonBlocking, 0) != driver::kSuccess) {
-      broke("a stream could not be made");
+  for (std::size_t device = 0; device < store.devices(); ++device) {
+    const driver::ContextGuard guard(table_, contexts_[device]);
+    std::vector<driver::Stream>& streams = made[&store.runtime(device)];
+    while (streams.size() < kStreams) {
+      driver::Stream stream = nullptr;
+      if (!streams.empty() &&
+          table_.stream_create(&stream, driver::kStreamNonBlocking, 0) != driver::kSuccess) {
+        broke("a stream could not be made");
+      }
+      streams.push_back(stream);
     }
-    streams.push_back(stream);
+    streams_.push_back(streams);
+    whole_.push_back(driver_bytes(device));
   }
-  streams_ = streams;
-  whole_ = driver_bytes();
 }
 
-Stress::~Stress() = default;  // streams stay: the runtime knows them
-
-std::string Stress::run(const std::vector<Instruction>& program) {
-  for (std::size_t i = 0; i < program.size() && broken_.empty(); ++i) {
+std::string Stress::run(const std::vector<Instruction>& code) {
+  for (std::size_t i = 0; i < code.size() && broken_.empty(); ++i) {
     if (trace_ != nullptr) {
-      say("%4zu  %s", i, print(program[i]).c_str());
+      say("%4zu  %s", i, print(code[i]).c_str());
     }
-    execute(program[i]);
-    verify();
+    current_ = setup_.contexts != 0 ? code[i].more / 7 + code[i].pick / 3 : 0;
+    execute(code[i]);
+    look();
+    if (setup_.check_every != 0 && i % setup_.check_every == 0) {
+      verify();
+    }
     say("\n");
     if (!broken_.empty()) {
-      broken_ = "at instruction " + std::to_string(i) + " " + print(program[i]) + ": " + broken_;
+      broken_ = "at instruction " + std::to_string(i) + " " + print(code[i]) + ": " + broken_;
     }
   }
   if (broken_.empty()) {
-    drop_everything();
-    verify_empty();
+    settle();
+    train_on();
+    if (!broken_.empty()) {
+      broken_ = "after the program: " + broken_;
+    }
   }
   return broken_;
 }
@@ -72,373 +93,364 @@ void Stress::execute(const Instruction& in) {
     case Op::Allocate:
       return allocate(in);
     case Op::Free:
-      return tensors_.empty() ? void() : free(in.pick % tensors_.size());
+      return tensors_.empty() ? void() : free(tensors_, in.pick);
     case Op::Save:
       return save(in);
     case Op::Unpack:
       return unpack(in);
     case Op::DropAlias:
-      return aliases_.empty() ? void() : drop_alias(in.pick % aliases_.size());
+      return aliases_.empty() ? void() : free(aliases_, in.pick);
     case Op::DropHandle:
-      return handles_.empty() ? void() : drop_handle(in.pick % handles_.size());
+      return handles_.empty() ? void() : drop_handle(in.pick);
     case Op::RecordStream:
       return record_stream(in);
     case Op::Write:
       return write(in);
-    case Op::Kernel:
+    case Op::Rewrite:
+      return rewrite(in);
+    case Op::Check:
       if (!tensors_.empty()) {
-        const Tensor& tensor = tensors_[in.pick % tensors_.size()];
-        for (const View& view : tensor.views) {
-          check(view, tensor.address, tensor.stream);
-        }
+        const Tensor& tensor = tensors_[index_of(tensors_, in.pick)];
+        check_all(tensor, tensor.place);
       }
       return;
     case Op::Keep:
-      if (!tensors_.empty()) {
-        runtime_.keep(tensors_[in.pick % tensors_.size()].address);
-      }
-      return;
+      return tensors_.empty()
+                 ? void()
+                 : call([&] { store_.keep(tensors_[index_of(tensors_, in.pick)].reference); });
+    case Op::BeginCapture:
+      return begin_capture(in);
+    case Op::EndCapture:
+      return end_capture();
+    case Op::ReleaseGraph:
+      return graphs_.empty() || capturing_ ? void() : release_graph(in.pick);
+    case Op::Progress:
+      return contents_.progress(in.pick);
     case Op::Fault:
       return fault(in);
-    case Op::Steps:
-      return steps(in);
     case Op::Finish:
-      if (const std::string wrong = contents_.finish(); !wrong.empty()) {
-        broke(wrong);
-      }
-      return;
+      return capturing_ ? void() : broke(contents_.finish());
+    case Op::Settle:
+      return settle();
     default:
       return settings(in);
   }
 }
 
+Stress::Place Stress::place_of(std::uint64_t number) const {
+  return {number / kStreams % streams_.size(), number % kStreams};
+}
+
 void Stress::allocate(const Instruction& in) {
   Tensor tensor;
-  tensor.bytes = in.bytes;
-  tensor.stream = in.stream % kStreams;
-  const Status status =
-      runtime_.allocate(tensor.bytes, streams_[tensor.stream], 0, &tensor.address);
+  tensor.place = capturing_ && in.more % 3 == 0 ? captured_ : place_of(in.stream);
+  const bool captured = capturing_ && stream(tensor.place) == stream(captured_) &&
+                        tensor.place.device == captured_.device;
+  tensor.reference.bytes = std::max<Bytes>(in.bytes, 1);
+  tensor.reference.device = tensor.place.device;
+  const Status status = call(
+      [&] { return store_.make(stream(tensor.place), captured ? graph_ : 0, &tensor.reference); });
   if (status != Status::ok) {
-    return refused(status, tensor.bytes);
+    return refused(status, tensor.reference.bytes, tensor.place.device);
   }
-  say("  %llu bytes at %llx", static_cast<unsigned long long>(tensor.bytes),
-      static_cast<unsigned long long>(tensor.address));
+  say("  at %llx", static_cast<unsigned long long>(tensor.reference.address));
+  tensor.storage = std::make_shared<Storage>();
+  tensor.storage->captured = captured;
   // One to three views at random places; small blocks whole.
-  std::uint64_t draw = in.more;
-  const std::uint64_t count = tensor.bytes < 4096 ? 1 : 1 + draw % 3;
-  const Bytes part = tensor.bytes / count;
+  const Bytes bytes = tensor.reference.bytes;
+  std::uint64_t drawn = in.more;
+  const std::uint64_t count = bytes < 4096 ? 1 : 1 + drawn % 3;
+  const Bytes part = bytes / count;
   for (std::uint64_t i = 0; i < count; ++i) {
-    draw = draw * 6364136223846793005u + 1442695040888963407u;
+    drawn = drawn * 6364136223846793005u + 1442695040888963407u;
     View view;
     view.bytes = std::min(part, kLargestView);
-    view.offset = i * part + (draw >> 33) % (part - view.bytes + 1);
-    tensor.views.push_back(view);
+    view.offset = i * part + (drawn >> 33) % (part - view.bytes + 1);
+    tensor.storage->views.push_back(view);
+    fill(tensor, i);
   }
-  fill(tensor);
-  tensors_.push_back(tensor);
+  tensors_.push_back(std::move(tensor));
 }
 
-void Stress::fill(Tensor& tensor) {
-  for (View& view : tensor.views) {
-    view.seed = ++seeds_;
-    contents_.fill(streams_[tensor.stream], tensor.address + view.offset, view.bytes, view.seed);
+// An alias begins where its view does.
+Address Stress::address_of(const Tensor& tensor, std::size_t view) const {
+  const bool alias = tensor.reference.bytes == 0;
+  return tensor.reference.address + (alias ? 0 : tensor.storage->views[view].offset);
+}
+
+void Stress::fill(const Tensor& tensor, std::size_t view) {
+  View& of = tensor.storage->views[view];
+  of.seed = ++seeds_;
+  const driver::ContextGuard guard(table_, contexts_[tensor.place.device]);
+  contents_.fill(stream(tensor.place), address_of(tensor, view), of.bytes, of.seed);
+}
+
+void Stress::check(const Tensor& tensor, std::size_t view, Place on) {
+  const View& of = tensor.storage->views[view];
+  const driver::ContextGuard guard(table_, contexts_[on.device]);
+  contents_.check(stream(on), address_of(tensor, view), of.bytes, of.seed);
+}
+
+void Stress::check_all(const Tensor& tensor, Place on) {
+  if (tensor.reference.bytes == 0) {
+    return check(tensor, tensor.view, on);
+  }
+  for (std::size_t view = 0; view < tensor.storage->views.size(); ++view) {
+    check(tensor, view, on);
   }
 }
 
-void Stress::check(const View& view, Address address, std::size_t stream) {
-  contents_.check(streams_[stream], address + view.offset, view.bytes, view.seed);
-}
-
-void Stress::free(std::size_t index) {
-  const Tensor tensor = taken(tensors_, index);
-  for (const View& view : tensor.views) {
-    check(view, tensor.address, tensor.stream);
-  }
-  say("  %llx", static_cast<unsigned long long>(tensor.address));
-  if (!runtime_.free(tensor.address)) {
+void Stress::free(std::vector<Tensor>& from, std::uint64_t pick) {
+  const Tensor tensor = taken(from, pick);
+  check_all(tensor, tensor.place);
+  if (!call([&] { return store_.drop(tensor.reference); })) {
     broke("torch's block was not known");
   }
 }
 
 void Stress::save(const Instruction& in) {
-  if (tensors_.empty()) {
-    return;
+  const bool alias = in.stream % 8 == 7;
+  const std::vector<Tensor>& from = alias ? aliases_ : tensors_;
+  if (!from.empty()) {
+    const Tensor& tensor = from[index_of(from, in.pick)];
+    save_tensor(tensor, alias ? tensor.view : in.more % tensor.storage->views.size());
   }
-  // Mostly what was just made: older ones may be older than the pool.
-  const std::size_t newest = tensors_.size() - 1;
-  Tensor& tensor = tensors_[in.stream % 4 == 0 ? in.pick % tensors_.size() : newest];
-  const View& view = tensor.views[in.more % tensor.views.size()];
-  const Address first = tensor.address + view.offset;
-  const core::Saved saved = runtime_.save(first, first, first + view.bytes);
+}
+
+void Stress::save_tensor(const Tensor& tensor, std::size_t view) {
+  const Address first = address_of(tensor, view);
+  const core::Saved saved = call([&] {
+    return store_.save(tensor.reference, stream(tensor.place), first,
+                       first + tensor.storage->views[view].bytes);
+  });
   if (saved.refusal != core::Refusal::none) {
-    say("  refused: %d", static_cast<int>(saved.refusal));
-    return;
+    return say("  refused: %d", static_cast<int>(saved.refusal));
   }
   say("  record %u.%u", saved.record.index, saved.record.generation);
-  tensor.saved = true;
-  handles_.push_back({saved.record, saved.offset, view, tensor.stream});
+  tensor.storage->saved = true;
+  handles_.push_back(
+      {saved.record, saved.offset, view, tensor.storage->version, tensor.place, tensor.storage});
 }
 
 void Stress::unpack(const Instruction& in) {
   if (handles_.empty()) {
     return;
   }
-  const Handle& handle = handles_[in.pick % handles_.size()];
+  const Handle& handle = handles_[index_of(handles_, in.pick)];
   // Mostly where it was made, as autograd does.
-  const std::size_t consumer = in.more % 4 == 0 ? in.stream % kStreams : handle.stream;
-  order(handle.stream, consumer);
-  const core::Unpacked again = runtime_.unpack(handle.record, handle.offset, streams_[consumer]);
-  if (again.status != Status::ok) {
-    return refused(again.status, runtime_.bytes_of(handle.record));  // the whole storage comes back
+  Place consumer = handle.place;
+  consumer.stream = in.more % 4 == 0 ? in.stream % kStreams : consumer.stream;
+  if (handle.version != handle.storage->version || crosses_capture(handle.place, consumer)) {
+    return;
+  }
+  order(handle.place, consumer);
+  Tensor alias;
+  const Status status = call([&] {
+    return store_.unpack(handle.place.device, handle.record, handle.offset, stream(consumer),
+                         &alias.reference);
+  });
+  if (status != Status::ok) {
+    // The whole storage comes back.
+    const std::size_t device = handle.place.device;
+    return refused(status, store_.runtime(device).bytes_of(handle.record), device);
   }
   say("  record %u.%u at %llx", handle.record.index, handle.record.generation,
-      static_cast<unsigned long long>(again.address));
-  View whole = handle.view;
-  whole.offset = 0;
-  check(whole, again.address, consumer);
-  aliases_.push_back({again.block, again.address, whole, consumer});
+      static_cast<unsigned long long>(alias.reference.address));
+  alias.place = consumer;
+  alias.storage = handle.storage;
+  alias.view = handle.view;
+  check_all(alias, consumer);
+  if (!store_.owns_memory()) {
+    order(consumer, handle.place);  // torch hands the storage out on its own stream
+    alias.place = handle.place;
+  }
+  aliases_.push_back(std::move(alias));
 }
 
-void Stress::drop_alias(std::size_t index) {
-  const Alias alias = taken(aliases_, index);
-  check(alias.view, alias.address, alias.stream);
-  runtime_.drop_alias(alias.block);
-}
-
-void Stress::drop_handle(std::size_t index) {
-  const Handle handle = taken(handles_, index);
-  runtime_.drop_handle(handle.record);
+void Stress::drop_handle(std::uint64_t pick) {
+  const Handle handle = taken(handles_, pick);
+  call([&] { store_.drop_handle(handle.place.device, handle.record); });
 }
 
 void Stress::record_stream(const Instruction& in) {
   if (tensors_.empty()) {
     return;
   }
-  Tensor& tensor = tensors_[in.pick % tensors_.size()];
-  const std::size_t user = in.stream % kStreams;
-  order(tensor.stream, user);
-  runtime_.record_stream(tensor.address, streams_[user]);
-  for (const View& view : tensor.views) {
-    check(view, tensor.address, user);
+  Tensor& tensor = tensors_[index_of(tensors_, in.pick)];
+  const Place user{tensor.place.device, in.stream % kStreams};
+  if (crosses_capture(tensor.place, user)) {
+    return;
   }
-  tensor.shared |= user != tensor.stream;
+  order(tensor.place, user);
+  check_all(tensor, user);
+  call([&] { store_.record_stream(tensor.reference, stream(user)); });
+  tensor.storage->shared |= user.stream != tensor.place.stream;
 }
 
 void Stress::write(const Instruction& in) {
   if (tensors_.empty()) {
     return;
   }
-  Tensor& tensor = tensors_[in.pick % tensors_.size()];
-  if (!tensor.saved && !tensor.shared) {
-    fill(tensor);
+  const Tensor& tensor = tensors_[index_of(tensors_, in.pick)];
+  for (std::size_t view = 0; view < tensor.storage->views.size(); ++view) {
+    if (!tensor.storage->saved && !tensor.storage->shared) {
+      fill(tensor, view);
+    }
   }
 }
 
-void Stress::steps(const Instruction& in) {
-  constexpr std::size_t kRounds = 3;
-  constexpr std::size_t kLayers = 6;
-  const Bytes high = share_of(runtime_.device_bytes(), 64 + in.bytes / 2);
-  for (std::size_t round = 0; round < kRounds && broken_.empty(); ++round) {
-    const std::size_t others = handles_.size();
-    runtime_.set_budget({high, high / 4 * 3, runtime_.device_bytes(), true});
-    for (std::size_t layer = 0; layer < kLayers; ++layer) {
-      Instruction made{Op::Allocate, 0, in.stream, 0, in.more};
-      made.bytes = high / 32 * (1 + (in.more >> 4 * layer) % 8);
-      const std::size_t before = tensors_.size();
-      allocate(made);
-      if (tensors_.size() > before) {
-        save({Op::Save, 0, 1, 0, 0});  // the newest
-        free(tensors_.size() - 1);
-      }
+// A change in place: what was saved before is no good any more. It may be saved again.
+void Stress::rewrite(const Instruction& in) {
+  if (tensors_.empty() || capturing_) {
+    return;
+  }
+  const Tensor& tensor = tensors_[index_of(tensors_, in.pick)];
+  if (tensor.storage->captured) {
+    return;
+  }
+  broke(contents_.finish());  // a copy under way would read it, for nobody
+  for (std::size_t other = 0; other < kStreams; ++other) {
+    order({tensor.place.device, other}, tensor.place);
+  }
+  ++tensor.storage->version;
+  for (std::size_t view = 0; view < tensor.storage->views.size(); ++view) {
+    fill(tensor, view);
+  }
+  // Aliases of it are read where they were unpacked.
+  for (const Tensor& alias : aliases_) {
+    if (alias.storage == tensor.storage) {
+      order(tensor.place, alias.place);
     }
-    runtime_.clear_budget();
-    while (handles_.size() > others) {
-      const std::size_t before = aliases_.size();
-      unpack({Op::Unpack, static_cast<std::uint32_t>(handles_.size() - 1), in.stream, 0, 1});
-      if (aliases_.size() > before) {
-        drop_alias(aliases_.size() - 1);
-      }
-      drop_handle(handles_.size() - 1);
-    }
-    verify();
+  }
+  if (in.more % 4 != 0) {
+    save_tensor(tensor, in.more % tensor.storage->views.size());
   }
 }
 
 void Stress::settings(const Instruction& in) {
-  const Bytes device = runtime_.device_bytes();
-  switch (in.op) {
-    case Op::SetBudget: {
-      const Bytes high = share_of(device, in.bytes) >> in.stream % 3;
-      const Bytes limit = in.more % 3 == 0 ? high : device;
-      runtime_.set_budget({high, share_of(high, 256 + in.more % 769), limit, true});
-      return;
-    }
-    case Op::ClearBudget:
-      return runtime_.clear_budget();
-    case Op::SetLimit:
-      return runtime_.set_limit(in.more % 2 == 0 ? device : share_of(device, in.bytes));
-    case Op::Trim:
-      runtime_.trim(share_of(device, in.bytes) / 2);
-      return;
-    case Op::SetDebug:
-      return runtime_.set_debug({in.more % 3 == 0, in.more % 2 == 0});
-    case Op::Pinned:
-      if (in.more % 3 == 0) {
-        runtime_.release_pinned((in.more >> 8) % 48 << 20);
+  const std::size_t device = in.stream % store_.devices();
+  core::Runtime& runtime = store_.runtime(device);
+  const Bytes all = runtime.device_bytes();
+  call([&] {
+    switch (in.op) {
+      case Op::EnterPool:
+        return enter_pool(in.bytes, in.more);
+      case Op::LeavePool:
+        return leave_pool();
+      case Op::SetLimit:
+        return runtime.set_limit(in.more % 2 == 0 ? all : share_of(all, in.bytes));
+      case Op::LaneLimits: {
+        core::LaneLimits limits;
+        limits.inflight_d2h = static_cast<std::uint32_t>(in.more % 4);
+        limits.inflight_h2d = static_cast<std::uint32_t>(in.more / 4 % 4);
+        limits.piece = in.more / 16 % 3 == 0 ? 64 << 10 : 0;
+        runtime.set_lane_limits(limits);
         return;
       }
-      runtime_.configure_pinned(in.more % 2 == 0 ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
-                                                 : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
-                                (in.more >> 8) % 48 << 20);
-      return;
-    default:
-      return;
+      case Op::Trim:
+        return store_.trim(device, share_of(all, in.bytes) / 2);
+      case Op::SetDebug:
+        return runtime.set_debug({in.more % 3 == 0, in.more % 2 == 0, in.more % 5 == 0});
+      case Op::Pinned:
+        if (in.more % 3 == 0) {
+          runtime.release_pinned((in.more >> 8) % 48 << 20);
+          return;
+        }
+        runtime.configure_pinned(in.more % 2 == 0 ? core::SizeClasses{{64 << 10, 1 << 20}, {16, 4}}
+                                                  : core::SizeClasses{{1 << 20, 8 << 20}, {4, 1}},
+                                 (in.more >> 8) % 48 << 20);
+        return;
+      default:
+        return;
+    }
+  });
+}
+
+void Stress::enter_pool(Bytes share, std::uint64_t more) {
+  in_pool_ = true;
+  for (std::size_t device = 0; device < store_.devices(); ++device) {
+    core::Runtime& runtime = store_.runtime(device);
+    const Bytes high = share_of(setup_.high, share % 1024 + 1);
+    const Bytes limit = more % 5 == 3 ? high : runtime.device_bytes();
+    runtime.set_budget({high, share_of(high, 1023 - more % 769), limit, true});
   }
+  store_.enter_pool();
+}
+
+void Stress::leave_pool() {
+  in_pool_ = false;
+  store_.leave_pool();
+  for (std::size_t device = 0; device < store_.devices(); ++device) {
+    store_.runtime(device).clear_budget();
+  }
+}
+
+// From here to the end of the capture the program allocates on one captured stream and on others,
+// and joins nothing inside with anything outside. The thread is in the relaxed mode, as entry/ is
+// around every call.
+void Stress::begin_capture(const Instruction& in) {
+  const Place place = place_of(in.stream);
+  if (capturing_ || place.stream == 0) {
+    return;
+  }
+  if (!contents_.capture(stream(place), true)) {
+    return;
+  }
+  int mode = driver::kCaptureModeRelaxed;
+  table_.thread_exchange_capture_mode(&mode);
+  capturing_ = true;
+  captured_ = place;
+  graph_ = ++graphs_made_;
+  graphs_.push_back({place.device, graph_});
+  store_.capture(place.device, 1);
+}
+
+void Stress::end_capture() {
+  if (!std::exchange(capturing_, false)) {
+    return;
+  }
+  int mode = 0;
+  table_.thread_exchange_capture_mode(&mode);
+  contents_.capture(stream(captured_), false);
+  store_.capture(captured_.device, -1);
+}
+
+void Stress::release_graph(std::uint64_t pick) {
+  const Graph graph = taken(graphs_, pick);
+  call([&] { store_.release_graph(graph.device, graph.id); });
+}
+
+bool Stress::crosses_capture(Place one, Place two) const {
+  const auto inside = [&](Place place) {
+    return place.device == captured_.device && place.stream == captured_.stream;
+  };
+  return capturing_ && inside(one) != inside(two);
 }
 
 void Stress::fault(const Instruction& in) {
-  constexpr const char* kSymbols[] = {"cuMemCreate",       "cuMemMap",           "cuMemSetAccess",
-                                      "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",  "cuEventRecord",
-                                      "cuEventCreate",     "cuStreamWaitEvent",  "cuEventQuery",
-                                      "cuMemHostRegister", "cuMemAddressReserve"};
+  constexpr driver::Result kCodes[] = {driver::kOutOfMemory, 999, 1};
+  const std::size_t symbol = in.pick % driver::kFunctionCount;
   faulty_ = true;
-  const char* symbol = kSymbols[in.pick % std::size(kSymbols)];
-  const std::uint64_t nth = 1 + in.more % 6;
-  say("  %s, call %llu from now", symbol, static_cast<unsigned long long>(nth));
-  contents_.fault(symbol, nth, in.stream % 2 == 0 ? driver::kOutOfMemory : 999);
+  fault_plan().faults[symbol] = {1 + in.bytes % 1024, 1 + in.stream % 3,
+                                 kCodes[in.more % std::size(kCodes)]};
+  say("  %s, call %llu from now", driver::kSymbols[symbol],
+      static_cast<unsigned long long>(1 + in.bytes % 1024));
 }
 
 // `later` waits for what `earlier` has queued: the program's own ordering, as torch's autograd
-// engine does it. Asked again where a planted fault hits it.
-void Stress::order(std::size_t earlier, std::size_t later) {
-  if (earlier == later) {
+// engine does it.
+void Stress::order(Place earlier, Place later) {
+  if (stream(earlier) == stream(later) || crosses_capture(earlier, later)) {
     return;
   }
+  const driver::ContextGuard guard(table_, contexts_[earlier.device]);
   driver::Event event = nullptr;
-  const auto stubborn = [](auto call) {
-    for (int tries = 0; tries < 4; ++tries) {
-      if (call() == driver::kSuccess) {
-        return true;
-      }
-    }
-    return false;
-  };
-  const bool ordered =
-      stubborn([&] { return table_.event_create(&event, driver::kEventDisableTiming); }) &&
-      stubborn([&] { return table_.event_record(event, streams_[earlier]); }) &&
-      stubborn([&] { return table_.stream_wait_event(streams_[later], event, 0); });
-  if (!ordered) {
+  if (table_.event_create(&event, driver::kEventDisableTiming) != driver::kSuccess ||
+      table_.event_record(event, stream(earlier)) != driver::kSuccess ||
+      table_.stream_wait_event(stream(later), event, 0) != driver::kSuccess) {
     broke("the program could not order its own streams");
   }
   table_.event_destroy(event);
-}
-
-// Refusing is right only where memory is really short, or the driver was made to fail.
-void Stress::refused(Status status, Bytes bytes) {
-  say("  status %d", static_cast<int>(status));
-  if (faulty_) {
-    return;
-  }
-  if (status != Status::out_of_memory) {
-    return broke("status " + std::to_string(static_cast<int>(status)) + " without a fault");
-  }
-  // What is not live can be evicted, and moved in whole pieces: each live block may hold on to the
-  // largest pieces at its ends, and small blocks to their granule.
-  const core::Counters now = runtime_.counters();
-  Bytes needed = bytes + bytes / 32 + 2 * core::kLargestPiece + now.occupied - now.retained;
-  for (const Tensor& tensor : tensors_) {
-    needed += tensor.bytes > core::kSmallLimit ? 2 * core::kLargestPiece : 4_MiB;
-  }
-  needed += aliases_.size() * 2 * core::kLargestPiece;
-  if (needed <= runtime_.budget().limit) {
-    broke("out of memory although there is room: " + runtime_.report(bytes));
-  }
-}
-
-// The driver's own word on what we hold: free there and mapped here, together.
-Bytes Stress::driver_bytes() const {
-  std::size_t free_bytes = 0;
-  std::size_t total = 0;
-  table_.mem_get_info(&free_bytes, &total);
-  return free_bytes + runtime_.counters().mapped;
-}
-
-void Stress::verify() {
-  if (!broken_.empty()) {
-    return;
-  }
-  const Bytes whole = driver_bytes();
-  if (!faulty_ && (whole + contents_.driver_slack() < whole_)) {
-    broke("memory is lost: the driver has " + std::to_string(whole_ - whole) +
-          " bytes less than what is free and what is mapped");
-  }
-  if (const std::string what = runtime_.invariants_broken(); !what.empty()) {
-    broke(what);
-  }
-  if (const std::string what = contents_.seen(); !what.empty()) {
-    broke(what);
-  }
-  const core::Counters now = runtime_.counters();
-  if (now.handles != handles_.size() || now.aliases != aliases_.size()) {
-    broke("handles or aliases are not those of the program");
-  }
-}
-
-void Stress::drop_everything() {
-  contents_.end_faults();
-  faulty_ = false;
-  whole_ = driver_bytes();  // a release that failed is lost
-  runtime_.set_debug({});
-  while (!aliases_.empty()) {
-    drop_alias(0);
-  }
-  while (!tensors_.empty()) {
-    free(0);
-  }
-  runtime_.set_limit(runtime_.device_bytes());
-  runtime_.set_budget({runtime_.device_bytes(), runtime_.device_bytes(), core::kUnlimited, true});
-  // Backward of all that was saved: every byte is still there.
-  while (!handles_.empty() && broken_.empty()) {
-    Instruction in;
-    in.pick = static_cast<std::uint32_t>(handles_.size() - 1);
-    in.more = 1;
-    unpack(in);
-    if (!aliases_.empty()) {
-      drop_alias(0);
-    }
-    drop_handle(handles_.size() - 1);
-    verify();
-  }
-  runtime_.clear_budget();
-}
-
-void Stress::verify_empty() {
-  if (!broken_.empty()) {
-    broken_ = "in the last backward: " + broken_;
-    return;
-  }
-  if (const std::string wrong = contents_.finish(); !wrong.empty()) {
-    return broke("at the end: " + wrong);
-  }
-  runtime_.trim(0);
-  runtime_.trim(0);  // what retired in the first
-  const core::Counters now = runtime_.counters();
-  const auto zero = [&](const char* name, Bytes value) {
-    if (value != 0) {
-      broke("at the end " + std::string(name) + " is " + std::to_string(value));
-    }
-  };
-  zero("records", now.records);
-  zero("handles", now.handles);
-  zero("aliases", now.aliases);
-  zero("occupied", now.occupied);
-  zero("retained", now.retained);
-  zero("evicted", now.evicted);
-  zero("pinned_used_bytes", now.pinned_used_bytes);
-  zero("pageable_bytes", now.pageable_bytes);
-  zero("mapped", now.mapped);
-  zero("retiring_bytes", now.retiring_bytes);
-  verify();
 }
 
 void Stress::say(const char* format, ...) {

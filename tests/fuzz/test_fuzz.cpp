@@ -1,216 +1,224 @@
-// The allocator stress test on the simulated GPU.
+// The fuzzer of the allocator on the simulated GPU. docs/testing.md says what is checked when.
 //
-//   test_fuzz                              a few hundred programs; what ctest runs
-//   test_fuzz --seed N [--ops M] [--trace] one program again, printed as it runs
-//   test_fuzz --seed N [--ops M] --shrink  the shortest program found that still fails
-//   test_fuzz --minutes X [--seed N]       program after program
-//   test_fuzz --plant R                    with stream-order rule S1 to S6 (R = 1 to 6) broken
-#include <chrono>
+//   stagehand_fuzz --store allocator|torch|both    which of the two; both without it
+//     --first N --seeds M --ops K      M programs of K instructions, from seed N on
+//     --sweep                          instead: short programs, each driver call failing in turn
+//     --seed N                         one seed; a failing one is printed as short as it gets
+//     --program FILE                   a program of that text
+//     --trace                          prints each instruction as it runs
+//     --plant R                        with stream-order rule S1 to S6 (R = 1 to 6) broken
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
-#include "fuzz/stress.hpp"
-#include "sim/control.hpp"
+#include "core/check.hpp"
+#include "fuzz/shrink.hpp"
+#include "fuzz/simulated.hpp"
 
 namespace stagehand::fuzz {
 namespace {
 
-using core::Bytes;
-using core::operator""_MiB;
-
-constexpr std::size_t kPrograms = 300;
-constexpr std::size_t kLength = 120;
-
-class SimulatedContents : public Contents {
- public:
-  void fill(driver::Stream stream, core::Address address, Bytes bytes,
-            std::uint64_t seed) override {
-    queued(stagehand_sim_fill(stream, address, bytes, seed));
-  }
-  void check(driver::Stream stream, core::Address address, Bytes bytes,
-             std::uint64_t seed) override {
-    queued(stagehand_sim_check(stream, address, bytes, seed));
-  }
-  std::string finish() override {
-    stagehand_sim_drain();
-    return seen();
-  }
-  std::string seen() override {
-    if (stagehand_sim_hazards(STAGEHAND_SIM_ALL) > 0) {
-      char text[400] = "";
-      stagehand_sim_hazard_text(0, text, sizeof text);
-      return std::string("hazard: ") + text;
-    }
-    const std::uint64_t wrong = stagehand_sim_mismatches();
-    return refused_ > 0 ? std::to_string(refused_) + " kernels could not be queued"
-           : wrong > 0  ? std::to_string(wrong) + " wrong bytes"
-                        : "";
-  }
-  void fault(const char* symbol, std::uint64_t nth, int result) override {
-    stagehand_sim_fail(symbol, nth, 1 + nth / 3, result);
-  }
-  void end_faults() override {
-    for (const char* symbol : driver::kSymbols) {
-      stagehand_sim_fail(symbol, 1, 0, 0);
-    }
-  }
-
- private:
-  void queued(int result) { refused_ += result == 0 ? 0 : 1; }
-  std::uint64_t refused_ = 0;
-};
+constexpr std::size_t kShown = 5;  // kinds of failure that are printed in full
 
 struct Options {
-  std::uint64_t seed = 0;
+  bool allocator = true;
+  bool torch = true;
+  std::uint64_t first = 0;
+  std::uint64_t seeds = 8;
+  std::size_t ops = 1000;
+  bool sweep = false;
   bool one = false;
-  std::size_t ops = kLength;
   bool trace = false;
-  bool shrink = false;
-  double minutes = 0;
+  std::string program;
 };
 
-// Every seed has its own machine: memory, and whether calls fail.
-Shape shape_of(std::uint64_t seed) {
-  constexpr Bytes kMemory[] = {32_MiB, 64_MiB, 256_MiB, 1024_MiB};
-  return {kMemory[seed % 4], seed % 3 == 0};
+// What a failure is about, so that a program does not shrink to another one: its text without
+// numbers and without the instruction.
+std::string kind_of(const std::string& broken) {
+  std::string kind = broken.substr(
+      broken.rfind("at instruction") == 0 && broken.find(": ") < 200 ? broken.find(": ") + 2 : 0);
+  kind.erase(std::remove_if(kind.begin(), kind.end(), [](char c) { return c >= '0' && c <= '9'; }),
+             kind.end());
+  return kind.substr(0, 48);
 }
 
-// What all programs together have come to: a slice that never evicts proves nothing.
-struct Reach {
-  core::Counters sum;
-  void add(const core::Counters& one) {
-#define STAGEHAND_FUZZ_ADD(name) sum.name += one.name;
-    STAGEHAND_COUNTERS(STAGEHAND_FUZZ_ADD)
-#undef STAGEHAND_FUZZ_ADD
-  }
-  bool everywhere() const {
-    return sum.hits > 0 && sum.grows > 0 && sum.gathers > 0 && sum.dirty_evictions > 0 &&
-           sum.clean_evictions > 0 && sum.restores > 0 && sum.prefetches > 0 &&
-           sum.pageable_copies > 0 && sum.out_of_memory > 0 && sum.write_backs > 0 &&
-           sum.overshoot_bytes > 0;
-  }
-  void print() const {
-    const auto show = [](const char* name, Bytes value) {
-      std::printf("%s %llu  ", name, static_cast<unsigned long long>(value));
-    };
-    show("allocations", sum.allocations);
-    show("hits", sum.hits);
-    show("gathers", sum.gathers);
-    show("dirty", sum.dirty_evictions);
-    show("clean", sum.clean_evictions);
-    show("restores", sum.restores);
-    show("prefetches", sum.prefetches);
-    show("pageable", sum.pageable_copies);
-    show("write-backs", sum.write_backs);
-    show("refused", sum.out_of_memory);
-    std::printf("\n");
-  }
-};
+class Campaign {
+ public:
+  explicit Campaign(bool shrinks) : shrinks_(shrinks) {}
 
-Reach& reach() {
-  static Reach all;
-  return all;
-}
-
-// Empty, or what broke.
-std::string run(const std::vector<Instruction>& program, std::uint64_t seed, std::FILE* trace) {
-  const Shape shape = shape_of(seed);
-  stagehand_sim_configure(shape.memory, 1, seed, 0, 0, STAGEHAND_SIM_NO_POISON);
-  // A runtime is leaked on purpose (rule T3): kept reachable, so that leak checkers know.
-  static auto* const kept = new std::vector<void*>;
-  auto* const table = new driver::Table(sim::table());
-  kept->push_back(table);
-  driver::Context context = nullptr;
-  table->primary_ctx_retain(&context, 0);
-  table->ctx_push_current(context);
-  std::string broken;
-  core::Runtime* const runtime = core::Runtime::open(*table, 0, &broken);
-  kept->push_back(runtime);
-  if (runtime != nullptr) {
-    runtime->configure_pinned({{64 << 10, 1 << 20}, {16, 4}}, 48_MiB);
-    SimulatedContents contents;
-    broken = Stress(*table, *runtime, contents, trace).run(program);
-    reach().add(runtime->counters());
-    runtime->configure_pinned({{4096}, {1}}, 0);  // gives the pinned memory back
+  void run(const Program& program, const std::string& name) {
+    take(run_apart(program), program, name);
   }
-  table->ctx_pop_current(&context);
-  return broken;
-}
 
-// Leaves out what is not needed for the program to fail: halves first, then ever smaller parts.
-std::vector<Instruction> shrunk(std::vector<Instruction> program, std::uint64_t seed) {
-  for (std::size_t part = program.size() / 2; part > 0; part /= 2) {
-    for (std::size_t at = 0; at + part <= program.size();) {
-      std::vector<Instruction> shorter = program;
-      const auto begin = shorter.begin() + static_cast<std::ptrdiff_t>(at);
-      shorter.erase(begin, begin + static_cast<std::ptrdiff_t>(part));
-      if (run(shorter, seed, nullptr).empty()) {
-        at += part;
-      } else {
-        program = std::move(shorter);
+  // Each driver call of the program fails once, in turn: the first twelve of each symbol, then one
+  // of each further twelve, which one by the seed.
+  void sweep(Program program, const std::string& name) {
+    const Outcome clean = run_apart(program);
+    take(clean, program, name);
+    if (!clean.broken.empty()) {
+      return;
+    }
+    program.code.insert(program.code.begin(), Instruction{Op::Fault, 0, 0, 0, 0});
+    Instruction& fault = program.code.front();
+    for (fault.pick = 0; fault.pick < driver::kFunctionCount; ++fault.pick) {
+      const std::uint64_t calls = std::min<std::uint64_t>(clean.calls[fault.pick], 600);
+      for (fault.bytes = 0; fault.bytes < calls;
+           fault.bytes += fault.bytes < 12 ? 1 : 6 + program.setup.seed % 13) {
+        fault.more = program.setup.seed + fault.bytes;  // which error
+        run(program, name + ", " + driver::kSymbols[fault.pick] + " call " +
+                         std::to_string(fault.bytes + 1));
       }
     }
   }
-  return program;
-}
 
-int replay(const Options& options) {
-  std::vector<Instruction> program = generate(options.seed, options.ops, shape_of(options.seed));
-  if (options.shrink && !run(program, options.seed, nullptr).empty()) {
-    program = shrunk(program, options.seed);
-  }
-  const bool trace = options.trace || options.shrink;
-  const std::string broken = run(program, options.seed, trace ? stdout : nullptr);
-  std::printf("seed %llu: %s\n", static_cast<unsigned long long>(options.seed),
-              broken.empty() ? "passed" : broken.c_str());
-  return broken.empty() ? 0 : 1;
-}
-
-int run_many(const Options& options) {
-  using Clock = std::chrono::steady_clock;
-  const auto until = Clock::now() + std::chrono::duration<double>(options.minutes * 60);
-  std::size_t passed = 0;
-  std::size_t failed = 0;
-  std::uint64_t seed = options.seed;
-  while (options.minutes > 0 ? Clock::now() < until : passed + failed < kPrograms) {
-    const std::string broken = run(generate(seed, options.ops, shape_of(seed)), seed, nullptr);
-    if (broken.empty()) {
-      ++passed;
-    } else if (++failed <= 20) {
-      std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed),
-                   broken.c_str());
+  int report() const {
+    std::printf("%llu programs, %llu operations, %llu evicted, %llu restored, %llu prefetched\n",
+                number(programs_), number(sum_.operations),
+                number(sum_.counters.dirty_evictions + sum_.counters.clean_evictions),
+                number(sum_.counters.restores), number(sum_.counters.prefetches));
+    for (const auto& [kind, count] : kinds_) {
+      std::printf("%6llu x %s\n", number(count), kind.c_str());
     }
-    ++seed;
+    const bool reached = sum_.counters.dirty_evictions > 0 && sum_.counters.clean_evictions > 0 &&
+                         sum_.counters.restores > 0 && sum_.counters.prefetches > 0;
+    if (!reached) {
+      std::printf("the programs did not reach every part of the allocator\n");
+    }
+    std::printf("%llu passed, %llu failed\n", number(programs_ - failed_), number(failed_));
+    return failed_ == 0 && reached ? 0 : 1;
   }
-  reach().print();
-  if (!reach().everywhere()) {
-    std::fprintf(stderr, "the programs did not reach every part of the allocator\n");
-    ++failed;
+
+ private:
+  static unsigned long long number(std::uint64_t value) { return value; }
+
+  void take(const Outcome& outcome, const Program& program, const std::string& name) {
+    ++programs_;
+    sum_.operations += outcome.operations;
+#define STAGEHAND_FUZZ_ADD(field) sum_.counters.field += outcome.counters.field;
+    STAGEHAND_COUNTERS(STAGEHAND_FUZZ_ADD)
+#undef STAGEHAND_FUZZ_ADD
+    if (outcome.broken.empty()) {
+      return;
+    }
+    ++failed_;
+    const std::string kind = kind_of(outcome.broken);
+    if (++kinds_[kind] > 1 || kinds_.size() > kShown) {
+      return;
+    }
+    std::printf("%s: %s\n", name.c_str(), outcome.broken.c_str());
+    if (shrinks_) {
+      show(program, kind);
+    }
+    std::fflush(stdout);
   }
-  std::printf("%zu passed, %zu failed\n", passed, failed);
-  return failed == 0 ? 0 : 1;
+
+  static void show(Program program, const std::string& kind) {
+    program.setup.check_every = 1;
+    const auto fails = [&](const Program& candidate) {
+      return kind_of(run_apart(candidate).broken) == kind;
+    };
+    if (!fails(program)) {
+      program.setup.check_every = 16;  // looking at it earlier shows something else
+    }
+    const Program least = shrunk(std::move(program), fails);
+    std::printf("%s# it ends with: %s\n\n", print(least).c_str(), run_apart(least).broken.c_str());
+  }
+
+  const bool shrinks_;
+  std::uint64_t programs_ = 0;
+  std::uint64_t failed_ = 0;
+  Outcome sum_;
+  std::map<std::string, std::uint64_t> kinds_;
+};
+
+int replay(const Program& program, bool trace) {
+  const Outcome outcome = run_apart(program, trace);
+  std::printf("%s\n", outcome.broken.empty() ? "passed" : outcome.broken.c_str());
+  return outcome.broken.empty() ? 0 : 1;
 }
 
-bool parse(int argc, char** argv, Options* options) {
+int replay_file(const Options& options) {
+  std::ifstream file(options.program);
+  std::stringstream text;
+  text << file.rdbuf();
+  Program program;
+  std::string error;
+  if (!file || !parse(text.str(), &program, &error) || program.setup.memory == 0) {
+    std::printf("%s is no program: %s\n", options.program.c_str(), error.c_str());
+    return 2;
+  }
+  return replay(program, options.trace);
+}
+
+int run_seeds(const Options& options) {
+  Campaign campaign(true);
+  const std::uint64_t end = options.first + (options.one ? 1 : options.seeds);
+  int replayed = 0;
+  for (std::uint64_t seed = options.first; seed < end; ++seed) {
+    for (const bool torch : {false, true}) {
+      if (torch ? !options.torch : !options.allocator) {
+        continue;
+      }
+      Program program{setup_of(seed, torch), {}};
+      program.code = generate(program.setup, options.ops);
+      const std::string name =
+          "seed " + std::to_string(seed) + (torch ? " on torch's store" : " on our store");
+      if (options.sweep) {
+        program.setup.check_every = 4;
+        program.code.resize(std::min<std::size_t>(program.code.size(), 120));
+        std::erase_if(program.code, [](const Instruction& in) { return in.op == Op::Fault; });
+        campaign.sweep(std::move(program), name);
+      } else if (options.trace) {
+        replayed |= replay(program, true);
+      } else {
+        campaign.run(program, name);
+      }
+    }
+  }
+  const int result = campaign.report();
+  return options.trace ? replayed : result;
+}
+
+bool parse_options(int argc, char** argv, Options* options) {
   for (int i = 1; i < argc; ++i) {
-    const bool value = i + 1 < argc;
-    if (std::strcmp(argv[i], "--trace") == 0) {
+    const std::string name = argv[i];
+    const char* const value = i + 1 < argc ? argv[i + 1] : nullptr;
+    if (name == "--trace") {
       options->trace = true;
-    } else if (std::strcmp(argv[i], "--shrink") == 0) {
-      options->shrink = true;
-    } else if (std::strcmp(argv[i], "--seed") == 0 && value) {
-      options->seed = std::strtoull(argv[++i], nullptr, 10);
-      options->one = true;
-    } else if (std::strcmp(argv[i], "--ops") == 0 && value) {
-      options->ops = std::strtoull(argv[++i], nullptr, 10);
-    } else if (std::strcmp(argv[i], "--plant") == 0 && value) {
-      core::planted_rule = static_cast<core::Rule>(std::strtoul(argv[++i], nullptr, 10) % 7);
-    } else if (std::strcmp(argv[i], "--minutes") == 0 && value) {
-      options->minutes = std::strtod(argv[++i], nullptr);
-    } else {
+    } else if (name == "--sweep") {
+      options->sweep = true;
+    } else if (value == nullptr) {
       return false;
+    } else if (name == "--store") {
+      options->allocator = std::strcmp(value, "torch") != 0;
+      options->torch = std::strcmp(value, "allocator") != 0;
+      ++i;
+    } else {
+      const std::uint64_t number = std::strtoull(value, nullptr, 10);
+      ++i;
+      if (name == "--seed") {
+        options->first = number;
+        options->one = true;
+      } else if (name == "--first") {
+        options->first = number;
+      } else if (name == "--seeds") {
+        options->seeds = number;
+      } else if (name == "--ops") {
+        options->ops = number;
+      } else if (name == "--plant") {
+        core::planted_rule = static_cast<core::Rule>(number % 7);
+      } else if (name == "--program") {
+        options->program = value;
+      } else {
+        return false;
+      }
     }
   }
   return true;
@@ -221,12 +229,10 @@ bool parse(int argc, char** argv, Options* options) {
 
 int main(int argc, char** argv) {
   stagehand::fuzz::Options options;
-  if (!stagehand::fuzz::parse(argc, argv, &options)) {
-    std::fprintf(stderr,
-                 "usage: %s [--seed N] [--ops M] [--trace] [--shrink] [--minutes X] [--plant R]\n",
-                 argv[0]);
+  if (!stagehand::fuzz::parse_options(argc, argv, &options)) {
+    std::fprintf(stderr, "usage: see the head of tests/fuzz/test_fuzz.cpp\n");
     return 2;
   }
-  return options.one && options.minutes == 0 ? stagehand::fuzz::replay(options)
-                                             : stagehand::fuzz::run_many(options);
+  return options.program.empty() ? stagehand::fuzz::run_seeds(options)
+                                 : stagehand::fuzz::replay_file(options);
 }
