@@ -336,14 +336,19 @@ def test_memory_stays_within_a_budget_that_the_model_does_not_fit() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_parameters_and_their_views_do_not_leave() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
-    places = [one.data_ptr() for one in model.parameters()]
+@pytest.mark.parametrize("inside", [False, True], ids=["made-before", "made-in-the-pool"])
+def test_parameters_and_their_views_do_not_leave(inside: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
+
+    model = build()
     x = torch.randn(8, 64, requires_grad=True)
     watch = Watch()
     with judge.evicting_everything():
         with judge.small_pool():
+            model = build() if inside else model
+            places = [one.data_ptr() for one in model.parameters()]
             loss = model(x * 1).sum()
         torch.empty(64)
         moved = watch.moved()
