@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ def operators() -> list[Any]:
     """torch's list. Takes seconds to import, so not before a test asks."""
     from torch.testing._internal.common_methods_invocations import op_db
 
+    gc.collect()
+    gc.freeze()  # hundreds of thousands of objects, which no later collection need walk
     return [op for op in op_db if op.supports_autograd]
 
 

@@ -219,13 +219,14 @@ def _inside(around: Around, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 class GivesAViewOfWhatItSaved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.t())
+    def forward(ctx: Any, x: Tensor, detached: bool) -> Tensor:
+        # Not detached it counts as a leaf, which is passed through as parameters are.
+        ctx.save_for_backward((x.detach() if detached else x).t())
         return x.new_full((2, 4), 0.5)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.saved_tensors[0].t()
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.saved_tensors[0].t(), None
 
 
 class PassesOn(torch.autograd.Function):
@@ -257,15 +258,17 @@ class LooksLater(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "attached"])
 def test_a_gradient_that_is_a_view_of_an_unpacked_tensor_outlives_its_node(
-    budget: Budget, times: int
+    budget: Budget, detached: bool, times: int
 ) -> None:
     def program(around: Around) -> Any:
         x = torch.ones(256, 64, requires_grad=True)
         with around:
             h = PassesOn.apply(LooksLater.apply(PassesOn.apply(x * 1)))
-            loss = GivesAViewOfWhatItSaved.apply(h).sum()
+            loss = GivesAViewOfWhatItSaved.apply(h, detached).sum()
             del h
+        torch.empty(64)  # under the tight budget what was saved leaves here
         found = [
             torch.autograd.grad(loss, x, retain_graph=at + 1 < times)[0] for at in range(times)
         ]
@@ -333,21 +336,27 @@ def test_memory_stays_within_a_budget_that_the_model_does_not_fit() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_parameters_and_their_views_do_not_leave() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-    places = [one.data_ptr() for one in model.parameters()]
+@pytest.mark.parametrize("inside", [False, True], ids=["made-before", "made-in-the-pool"])
+def test_parameters_and_their_views_do_not_leave(inside: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
+
+    model = build()
     x = torch.randn(8, 64, requires_grad=True)
     watch = Watch()
     with judge.evicting_everything():
         with judge.small_pool():
+            model = build() if inside else model
+            places = [one.data_ptr() for one in model.parameters()]
             loss = model(x * 1).sum()
         torch.empty(64)
         moved = watch.moved()
         loss.backward()
-    hidden = 8 * 64 * 4 + 8 * 128 * 4  # what each layer was given
-    assert moved.evicted_bytes == hidden
-    assert moved.saved == 2  # and the weights not
+    given = 8 * 64 * 4 + 2 * 8 * 128 * 4  # to each layer
+    statistics = 2 * 8 * 4  # of the norm
+    assert moved.evicted_bytes == given + statistics
+    assert moved.saved == 5  # and no weight
     assert [one.data_ptr() for one in model.parameters()] == places
 
 

@@ -22,7 +22,7 @@ DTYPES = (
     (torch.float64, torch.float32, torch.complex128, torch.bfloat16) if WHOLE else (torch.float64,)
 )
 MODULE_DTYPES = DTYPES[:2]  # torch lists modules for real numbers only
-SAMPLES = 10**6 if WHOLE else 3  # of each operator
+SAMPLES = 10**6 if WHOLE else 2  # of each operator
 SECOND = 6 if WHOLE else 1  # of those, the ones that are differentiated twice
 
 pytestmark = [pytest.mark.usefixtures("gpu"), pytest.mark.timeout(900)]
