@@ -401,7 +401,6 @@ class Pool:
         if self._hooks is None:
             self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch)
         self._hooks.begin_step()
-        stack.callback(self._hooks.end_step)
         if self._keep is not None:
             self._watch.enter()
         entry.hooked = True

@@ -185,11 +185,6 @@ bool Runtime::shared(const Block* block) {
   return block->record != nullptr || block->owned_by_torch || block->aliases > 1;
 }
 
-bool Runtime::shared(const Block* block) {
-  Lock lock(mutex_);
-  return block->record != nullptr || block->owned_by_torch || block->aliases > 1;
-}
-
 void Runtime::drop_handle(RecordId id) {
   Entry entry(d_.gate);
   if (Record* record = d_.ledger.find(id); record != nullptr) {
