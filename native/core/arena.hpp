@@ -58,8 +58,8 @@ struct Arena {
   const Bytes reserved;
   Block* first = nullptr;
   FreeIndex free;
-  BlockList evicting;  // those longest without a look first
-  BlockList holes;     // those made last first
+  BlockList evicting;    // those longest without a look first
+  BlockList holes;       // those made last first
   Bytes idle_bytes = 0;  // free and evicting
   std::size_t blocks = 1;
   std::map<Address, Piece> pieces;  // by address; the ones of retiring blocks are not here

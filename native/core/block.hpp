@@ -19,10 +19,10 @@ struct Block {
   Bytes size = 0;
   StreamClock* clock = nullptr;  // of the stream whose work may use it without a wait
   Record* record = nullptr;      // the saved storage it holds, if any
-  std::uint64_t serial = 0;  // order of allocation; tells what existed before a pool was entered
-  std::uint64_t users = 0;   // clocks (bit = index) beside its own that work on it now
-  Seq idle_from = 0;         // on its clock: all work on the contents was queued before
-  Fence fence;               // the same on other clocks (lanes and foreign streams)
+  std::uint64_t serial = 0;   // order of allocation; tells what existed before a pool was entered
+  std::uint64_t users = 0;    // clocks (bit = index) beside its own that work on it now
+  Seq idle_from = 0;          // on its clock: all work on the contents was queued before
+  Fence fence;                // the same on other clocks (lanes and foreign streams)
   std::uint32_t aliases = 0;  // tensors re-made over it that torch has not dropped
   Stated<BlockState> state{BlockState::hole};
   bool owned_by_torch = false;

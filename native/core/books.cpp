@@ -8,8 +8,7 @@
 
 namespace stagehand::core {
 
-Books::Books(Device& device)
-    : d_(device), victims_(device.plan), process_limit_(device.bytes) {
+Books::Books(Device& device) : d_(device), victims_(device.plan), process_limit_(device.bytes) {
   d_.budget = {d_.bytes, d_.bytes, d_.bytes, false};
 }
 

@@ -52,8 +52,8 @@ class Books {
   void forgive();
 
   // Host copies -----------------------------------------------------------------------------------
-  void stage(Record& record);    // it has its slabs
-  void queued(Record& record);   // its copy out is on the lane, or done
+  void stage(Record& record);   // it has its slabs
+  void queued(Record& record);  // its copy out is on the lane, or done
   void drop_copy(Record& record);
   void sealed(Record& record, std::uint32_t checksum);
 

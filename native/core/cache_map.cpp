@@ -304,8 +304,7 @@ void CacheMap::free(const CacheEvent& event) {
 
 CacheMap::Since CacheMap::since() {
   const Lock lock(mutex_);
-  return {usage_, std::exchange(largest_request_, 0),
-          std::exchange(peak_since_, usage_.allocated)};
+  return {usage_, std::exchange(largest_request_, 0), std::exchange(peak_since_, usage_.allocated)};
 }
 
 CacheMap::Known CacheMap::known_of(Address address) {

@@ -21,8 +21,8 @@ DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes s
   constexpr int kLooked = 64;  // holes, once one is found that does
   Place best;
   int looked = 0;
-  for (Block* b = arena.holes.first();
-       b != nullptr && (looked < kLooked || best.hole == nullptr); b = b->bin_next, ++looked) {
+  for (Block* b = arena.holes.first(); b != nullptr && (looked < kLooked || best.hole == nullptr);
+       b = b->bin_next, ++looked) {
     const Block* left = b->previous;
     const Bytes before = left != nullptr && left->state == BlockState::free ? left->size : 0;
     if (before >= bytes) {

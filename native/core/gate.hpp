@@ -115,8 +115,8 @@ class Gate {
   void enter() {
     inside_.entered = true;
     driver::Context current = nullptr;
-    if (context_ != nullptr && (table_.ctx_get_current(&current) != driver::kSuccess ||
-                                current != context_)) {
+    if (context_ != nullptr &&
+        (table_.ctx_get_current(&current) != driver::kSuccess || current != context_)) {
       inside_.pushed = table_.ctx_push_current(context_) == driver::kSuccess;
     }
     if (captures().load(std::memory_order_relaxed) > 0) {
@@ -140,7 +140,7 @@ class Gate {
   RankedMutex mutex_{Rank::device};
   std::uint64_t turn_ = 0;
   bool open_ = false;  // an entry is
-  Inside inside_;  // of the thread that has the lock
+  Inside inside_;      // of the thread that has the lock
   Due due_;
   void (*does_)(void* who, Due& due) = nullptr;
   void* who_ = nullptr;

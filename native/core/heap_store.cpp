@@ -19,9 +19,7 @@ HeapStore::HeapStore(Device& device)
       heap_(device.number, device.bytes, device.granularity, device.clocks, device.counters),
       search_(device.books.victims(), device.plan, device.clocks) {}
 
-void HeapStore::set_state(Block* block, BlockState state) {
-  block->arena->set_state(block, state);
-}
+void HeapStore::set_state(Block* block, BlockState state) { block->arena->set_state(block, state); }
 
 // torch's pluggable interface does not say of which device a stream is, and the default streams of
 // all are null. Said of a block of the default stream, it is another device's that is meant.
@@ -175,19 +173,16 @@ Block* HeapStore::room_without_evicting(Arena& arena, Bytes bytes) {
 }
 
 Block* HeapStore::take_idle_window(Arena& arena, Bytes bytes) {
-  const FoundWindow window =
-      search_.idle(arena, bytes, d_.transfers.out().clock().index());
-  return window.found
-             ? heap_.take_run(arena, window.blocks->front(), window.blocks->back(), bytes)
-             : nullptr;
+  const FoundWindow window = search_.idle(arena, bytes, d_.transfers.out().clock().index());
+  return window.found ? heap_.take_run(arena, window.blocks->front(), window.blocks->back(), bytes)
+                      : nullptr;
 }
 
 // Step 4: the victims that make a hole here. Where it would cost much more than the request lacks,
 // victims that leave in any case, wherever they are: their pieces are moved here. So are those of
 // what is needed last, where no hole can be made.
 Evicted HeapStore::evict_for(Arena& arena, Bytes bytes, Attempt& attempt) {
-  const FoundWindow window =
-      search_.with_victims(arena, bytes, d_.transfers.out().clock().index());
+  const FoundWindow window = search_.with_victims(arena, bytes, d_.transfers.out().clock().index());
   if (!window.found || window.leaving > lacking(bytes) + kWorthMoving) {
     if (const Evicted moved = evict_planned(arena, bytes, attempt); moved != Evicted::nobody) {
       return moved;

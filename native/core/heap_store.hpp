@@ -56,7 +56,7 @@ class HeapStore final : public Store {
   Device& d_;
   DeviceHeap heap_;
   WindowSearch search_;
-  std::vector<Record*> victims_;  // scratch of evict_window
+  std::vector<Record*> victims_;        // scratch of evict_window
   std::vector<driver::Context> peers_;  // of other devices that reach this one's memory
 };
 

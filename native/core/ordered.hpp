@@ -103,9 +103,9 @@ class Ordered {
   // What hangs where `one` hangs from here on.
   void replace(T& one, T* other) {
     T* parent = (one.*hook).parent;
-    T*& link = parent == nullptr                ? root_
+    T*& link = parent == nullptr              ? root_
                : (parent->*hook).left == &one ? (parent->*hook).left
-                                                : (parent->*hook).right;
+                                              : (parent->*hook).right;
     link = other;
     if (other != nullptr) {
       (other->*hook).parent = parent;

@@ -127,9 +127,8 @@ void PinnedTier::pin_ahead() {
   Lock lock(mutex_);
   for (;;) {
     while (next.size == 0) {
-      work_.wait(lock, [&] {
-        return !requests_.empty() || (options_.ahead && pool_.growth_due());
-      });
+      work_.wait(lock,
+                 [&] { return !requests_.empty() || (options_.ahead && pool_.growth_due()); });
       next = begin_chunk(lock, toucher);
     }
     Chunk chunk = std::exchange(next, Chunk{});

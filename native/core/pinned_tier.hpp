@@ -89,8 +89,9 @@ class PinnedTier final : public Tier {
   PinnedOptions options_;
   int pinner_process_ = 0;  // the process whose thread pins ahead; 0: none was started
   std::deque<Request*> requests_;
-  std::condition_variable_any work_;    // for the thread that pins
-  std::condition_variable_any answers_;  // for who waits: an answer, or that nothing is being pinned
+  std::condition_variable_any work_;  // for the thread that pins
+  std::condition_variable_any
+      answers_;  // for who waits: an answer, or that nothing is being pinned
 };
 
 }  // namespace stagehand::core

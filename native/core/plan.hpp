@@ -79,7 +79,7 @@ class Plan {
   static constexpr Bytes kAlike = 64;  // live memory is alike where it differs by 1/64 of `high`
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
-  static constexpr Bytes kTraceBytes = 16_MiB;  // of all traces but the newest
+  static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
 
   struct Entry {

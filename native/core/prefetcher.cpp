@@ -67,10 +67,10 @@ bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
 Status Prefetcher::bring_back(std::span<const Arrival> arrivals, bool ahead) {
   const Status status = d_.transfers.copy_in(arrivals);
   // One measurement stands for the batch: whoever asks for its first record asks first.
-  const std::uint32_t pair =
-      status == Status::ok ? d_.stalls.copied(d_.transfers.in().clock().stream(),
-                                              static_cast<std::uint32_t>(arrivals.size()))
-                           : StallMeter::kNone;
+  const std::uint32_t pair = status == Status::ok
+                                 ? d_.stalls.copied(d_.transfers.in().clock().stream(),
+                                                    static_cast<std::uint32_t>(arrivals.size()))
+                                 : StallMeter::kNone;
   for (const auto& [record, block] : arrivals) {
     if (status != Status::ok) {
       d_.books.give_back(block);

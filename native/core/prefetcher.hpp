@@ -51,9 +51,9 @@ class Prefetcher {
 
   Device& d_;
   std::uint32_t step_ = 0;
-  Bytes reserve_ = 0;       // room below `low` to leave; learned, and forgotten slowly
+  Bytes reserve_ = 0;  // room below `low` to leave; learned, and forgotten slowly
   unsigned turn_ = 0;
-  int skip_ = 0;  // so many calls have nothing to look for
+  int skip_ = 0;                   // so many calls have nothing to look for
   std::vector<Wanted> spare_;      // for its room
   std::vector<Arrival> arrivals_;  // scratch
 };

@@ -106,8 +106,7 @@ bool Room::copy_out_pageable(Entry& entry, RecordId id) {
   ++d_.counters.pageable_copies;
   bool copied = false;
   d_.books.wait(
-      entry, *record,
-      [&] { return copied = ordered && d_.transfers.out().copy_now(stream, copy); },
+      entry, *record, [&] { return copied = ordered && d_.transfers.out().copy_now(stream, copy); },
       [&](bool good) {
         if (good) {
           record->copy.slabs.push_back(slab);

@@ -153,8 +153,8 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
   }
   const Bytes inside = offset - record.block_begin;
   const bool elsewhere = block->made_again && &clock != block->clock;
-  const Unpacked found{Status::ok,     block->address + inside, block,
-                       block->storage, inside,                  elsewhere};
+  const Unpacked found{Status::ok, block->address + inside, block, block->storage, inside,
+                       elsewhere};
   d_.prefetcher.run(entry, Ledger::id_of(record));
   return found;
 }

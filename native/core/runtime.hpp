@@ -134,8 +134,8 @@ class Runtime {
 
   Device d_;
   HeapStore heap_;
-  std::unique_ptr<TorchStore> torch_;     // where torch's own allocator cuts the blocks
-  std::atomic<bool> uses_torch_{false};   // it is there
+  std::unique_ptr<TorchStore> torch_;    // where torch's own allocator cuts the blocks
+  std::atomic<bool> uses_torch_{false};  // it is there
   LaneLimits lane_limits_;
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet

@@ -56,15 +56,14 @@ Status StreamClock::record(Tick* tick) {
   }
   const driver::Table& driver = *gate_.operator->();
   // An event belongs to the context of its stream; who waits for it may be of any.
-  const bool foreign =
-      context_ != nullptr && driver.ctx_push_current(context_) == driver::kSuccess;
+  const bool foreign = context_ != nullptr && driver.ctx_push_current(context_) == driver::kSuccess;
   if (ring_[slot] == nullptr && !spare_.empty()) {
     ring_[slot] = spare_.back();
     spare_.pop_back();
   }
-  bool recorded = ring_[slot] != nullptr ||
-                  driver.event_create(&ring_[slot], driver::kEventDisableTiming) ==
-                      driver::kSuccess;
+  bool recorded =
+      ring_[slot] != nullptr ||
+      driver.event_create(&ring_[slot], driver::kEventDisableTiming) == driver::kSuccess;
   if (!recorded) {
     ring_[slot] = nullptr;
   }
@@ -197,8 +196,8 @@ StreamClock& ClockBank::of(driver::Stream stream, driver::Context context) {
     old->ring_.clear();
     return *old;
   }
-  return clocks_.emplace_back(gate_, captures_, stream,
-                              static_cast<std::uint32_t>(clocks_.size()), context);
+  return clocks_.emplace_back(gate_, captures_, stream, static_cast<std::uint32_t>(clocks_.size()),
+                              context);
 }
 
 // Nothing relies on it, and all that a tick of it can name is past. Nothing is asked of its stream,

@@ -84,8 +84,8 @@ class StreamClock {
   bool passed(Seq seq);
   // The same, from what is known already.
   bool known_passed(Seq seq) const { return seq <= passed_; }
-  // Names all work queued so far without an event, for who waits for the whole GPU: nothing is asked
-  // of the stream, which may be gone. `gpu_passed` says that the wait is over.
+  // Names all work queued so far without an event, for who waits for the whole GPU: nothing is
+  // asked of the stream, which may be gone. `gpu_passed` says that the wait is over.
   Seq mark();
   void gpu_passed(Seq marked) { passed_ = std::max(passed_, marked); }
 
@@ -110,13 +110,13 @@ class StreamClock {
   const std::uint32_t index_;
   Seq next_ = 1;
   Seq passed_ = 0;
-  Seq not_passed_ = kNever;          // the least that had not passed,
+  Seq not_passed_ = kNever;            // the least that had not passed,
   std::uint64_t not_passed_turn_ = 0;  // asked in this turn
-  std::uint64_t captured_turn_ = 0;  // when last asked
+  std::uint64_t captured_turn_ = 0;    // when last asked
   bool captured_ = false;
-  bool named_ = false;  // a tick that no event stands for yet was handed out
-  Bytes work_ = 0;      // noted since the last event
-  std::uint32_t holders_ = 0;  // arenas, lanes, held blocks and users that rely on this clock
+  bool named_ = false;               // a tick that no event stands for yet was handed out
+  Bytes work_ = 0;                   // noted since the last event
+  std::uint32_t holders_ = 0;        // arenas, lanes, held blocks and users that rely on this clock
   std::vector<driver::Event> ring_;  // null where a mark took the number
   std::vector<driver::Event> spare_;
   std::vector<Seq> waited_;

@@ -6,8 +6,8 @@ namespace stagehand::core {
 
 bool TorchLimit::want(Bytes limit, Bytes device_bytes) {
   const std::lock_guard lock(mutex_);
-  wanted_ = limit < device_bytes ? static_cast<double>(limit) / static_cast<double>(device_bytes)
-                                 : kNone;
+  wanted_ =
+      limit < device_bytes ? static_cast<double>(limit) / static_cast<double>(device_bytes) : kNone;
   turn_ += wanted_ != kNone || turn_ != 0 ? 1 : 0;
   return turn_ != applied_;
 }

@@ -21,7 +21,7 @@ class TorchLimit {
   static constexpr double kNone = -1;
 
   std::atomic<bool> applying_{false};
-  std::mutex mutex_;  // of what follows; nothing is called under it
+  std::mutex mutex_;        // of what follows; nothing is called under it
   std::uint64_t turn_ = 0;  // goes up with what is wanted
   std::uint64_t applied_ = 0;
   double wanted_ = kNone;

@@ -101,8 +101,8 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner) {
       sight_.blocks.push_back(nullptr);
     }
     Block* block = stretch.hole ? nullptr : held_.at(stretch.address);
-    const bool idle = stretch.hole || std::binary_search(departing_.begin(), departing_.end(),
-                                                         stretch.address);
+    const bool idle =
+        stretch.hole || std::binary_search(departing_.begin(), departing_.end(), stretch.address);
     Candidate candidate{Candidate::Kind::wall, stretch.bytes};
     candidate.idle = idle;
     if (stretch.of_owner && idle) {
@@ -148,8 +148,7 @@ Bytes TorchStore::free_run(std::size_t at, bool with) const {
   while (end < all.size() && !all[end].begins_segment && idle(end)) {
     ++end;
   }
-  const bool whole =
-      all[first].begins_segment && (end == all.size() || all[end].begins_segment);
+  const bool whole = all[first].begins_segment && (end == all.size() || all[end].begins_segment);
   if (!all[at].by_pages) {
     return with && whole ? all[end - 1].address + all[end - 1].bytes - all[first].address : 0;
   }
@@ -368,8 +367,8 @@ bool TorchStore::wait_for_copy(Entry& entry, Record& record) {
   d_.books.wait(
       entry, record,
       [&] {
-        return done = event == nullptr ||
-                      d_.gate.table().event_synchronize(event) == driver::kSuccess;
+        return done =
+                   event == nullptr || d_.gate.table().event_synchronize(event) == driver::kSuccess;
       },
       [](bool) {});
   return done;

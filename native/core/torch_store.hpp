@@ -68,10 +68,10 @@ class TorchStore final : public Store {
   // Where torch's memory is, at a miss, as choose_window sees it.
   struct Sight {
     std::vector<CacheMap::Stretch> stretches;
-    std::vector<Candidate> candidates;  // one a stretch, and a wall before each segment
-    std::vector<Block*> blocks;         // beside them
+    std::vector<Candidate> candidates;    // one a stretch, and a wall before each segment
+    std::vector<Block*> blocks;           // beside them
     std::vector<std::size_t> of_stretch;  // its place in `candidates`
-    Bytes releasable = 0;  // what torch can give back once what is due is gone
+    Bytes releasable = 0;                 // what torch can give back once what is due is gone
   };
 
   Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
@@ -110,10 +110,10 @@ class TorchStore final : public Store {
   Sight sight_;
   std::vector<Record*> victims_;    // scratch of evict_window
   std::vector<Address> departing_;  // scratch of look_at_cache
-  Bytes over_at_entry_ = 0;   // overshoot bytes when the pool was entered
-  Bytes live_retained_ = 0;   // retained at the last refresh
-  bool release_failed_ = false;  // torch gave nothing back when asked last
-  bool start_anew_ = false;  // the next pool entry gives torch's free segments back
+  Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
+  Bytes live_retained_ = 0;         // retained at the last refresh
+  bool release_failed_ = false;     // torch gave nothing back when asked last
+  bool start_anew_ = false;         // the next pool entry gives torch's free segments back
 };
 
 }  // namespace stagehand::core

@@ -46,8 +46,7 @@ void Transfers::fence_users(Block* block) {
 
 // What the lane does next comes behind the block's last work, on its own and on foreign streams.
 Status Transfers::order_behind(Lane& lane, const Block& block) {
-  const Status status =
-      clocks_.order_after(lane.clock(), {block.clock->index(), block.idle_from});
+  const Status status = clocks_.order_after(lane.clock(), {block.clock->index(), block.idle_from});
   return status == Status::ok ? clocks_.order_after(lane.clock(), block.fence) : status;
 }
 
@@ -69,8 +68,7 @@ Status Transfers::order_behind_newest(Lane& lane) {
     count = std::max(count, i + 1);
   }
   for (std::size_t i = 0; i < count; ++i) {
-    if (const Status status = clocks_.order_after(lane.clock(), newest[i]);
-        status != Status::ok) {
+    if (const Status status = clocks_.order_after(lane.clock(), newest[i]); status != Status::ok) {
       return status;
     }
   }

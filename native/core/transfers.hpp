@@ -64,7 +64,7 @@ class Transfers {
   Gate& gate_;
   Lane out_;
   Lane in_;
-  std::vector<Copy> copies_;        // scratch
+  std::vector<Copy> copies_;          // scratch
   std::vector<const Block*> blocks_;  // scratch: the other side of a batch
 };
 

@@ -62,8 +62,8 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
     victim_bytes += is_victim ? last.size : 0;
     victim_count += is_victim ? 1 : 0;
     for (; held >= bytes; ++begin) {
-      const WindowCost cost{victim_count > 0, ages.value(blocks), victim_bytes, copies.value(blocks),
-                            held};
+      const WindowCost cost{victim_count > 0, ages.value(blocks), victim_bytes,
+                            copies.value(blocks), held};
       if (!best.found || cost < best.cost) {
         best = {begin, end + 1, true, victim_count, cost};
       }

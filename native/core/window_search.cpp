@@ -4,7 +4,8 @@
 
 namespace stagehand::core {
 
-// The block is to be had in this search: with it its idle neighbours, and the runs that those touch.
+// The block is to be had in this search: with it its idle neighbours, and the runs that those
+// touch.
 WindowSearch::Run WindowSearch::add(Block* block) {
   block->seen = turn_;
   Block* first = block;

@@ -16,7 +16,8 @@ namespace stagehand::core {
 struct FoundWindow {
   bool found = false;
   std::vector<Block*>* blocks = nullptr;  // in address order; good until the next search
-  Bytes leaving = 0;  // with its victims; for one that would have stayed what was copied in vain too
+  Bytes leaving =
+      0;  // with its victims; for one that would have stayed what was copied in vain too
 };
 
 class WindowSearch {
@@ -53,7 +54,7 @@ class WindowSearch {
   std::uint64_t turn_ = 0;
   Window best_;
   std::vector<Block*> best_blocks_;
-  std::vector<Block*> blocks_;          // scratch
+  std::vector<Block*> blocks_;         // scratch
   std::vector<Candidate> candidates_;  // beside them
 };
 

@@ -14,8 +14,7 @@ constexpr Address kBase = Address{1} << 40;
 // An arena over addresses nobody maps: it never touches them.
 struct Range {
   explicit Range(Bytes bytes, bool small = false)
-      : clock(gate, captures, nullptr, 0),
-        arena({nullptr, small, 0}, clock, nodes, kBase, bytes) {}
+      : clock(gate, captures, nullptr, 0), arena({nullptr, small, 0}, clock, nodes, kBase, bytes) {}
 
   // The first `bytes` of the arena's hole at its end, in this state.
   Block* open(Bytes bytes, BlockState state) {

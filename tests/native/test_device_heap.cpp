@@ -46,8 +46,7 @@ struct Heap {
     heap.give(block);
   }
   void fill(const Block* block, std::uint64_t seed) {
-    CHECK_EQ(stagehand_sim_fill(block->clock->stream(), block->address, block->size, seed),
-             0);
+    CHECK_EQ(stagehand_sim_fill(block->clock->stream(), block->address, block->size, seed), 0);
   }
   void verify() {
     CHECK_EQ(std::string(heap.broken() != nullptr ? heap.broken() : ""), "");
