@@ -166,6 +166,8 @@ class Pool:
         mode = _modes.resolve(self._mode_asked)
         entry, budget = self._claim(lasts)
         try:
+            # The backward of the step before; from here, so that the warning names the user's line.
+            _trouble.look(entry.device)
             self._arm(entry, budget, mode)
             entry.entered = True
         except BaseException:
@@ -347,7 +349,6 @@ class Pool:
         self._mode = mode
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
-        _trouble.look(device)  # the backward of the step before
         _configure_pinned(native, self._config)
         self._configure_lanes(native, device)
         if self._config.telemetry_enabled:
