@@ -138,6 +138,7 @@ std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(Arena& arena, const Block*
   std::vector<Move> moves;
   Bytes found = 0;
   Move larger{nullptr, 0};  // the first of all that are
+  std::vector<const Block*> idle;
   const auto collect = [&](Arena& from, const Block* block) {
     if (block == spared || block->fence.never()) {
       return true;
@@ -159,9 +160,21 @@ std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(Arena& arena, const Block*
     if (from.key.graph != 0 || from.idle_bytes < granularity_) {
       return;
     }
-    from.free.from_largest(granularity_, [&](Block* block) { return collect(from, block); });
-    for (Block* b = from.evicting.first(); b != nullptr && found < wanted; b = b->bin_next) {
-      collect(from, b);
+    idle.clear();
+    from.free.from_smallest(granularity_, [&](Block* block) {
+      idle.push_back(block);
+      return true;
+    });
+    for (Block* b = from.evicting.first(); b != nullptr; b = b->bin_next) {
+      idle.push_back(b);
+    }
+    // In the order of addresses: what is left stays together.
+    std::sort(idle.begin(), idle.end(),
+              [](const Block* a, const Block* b) { return a->address < b->address; });
+    for (const Block* block : idle) {
+      if (!collect(from, block)) {
+        return;
+      }
     }
   };
   search(arena);

@@ -17,15 +17,15 @@ class FreeIndex {
   // The smallest block of at least `bytes` among those looked at; the lower address on a tie.
   // Looks at no more than kScan blocks of a bin, so the time is bounded.
   Block* best_fit(Bytes bytes) const;
-  // Hands out blocks from the largest bin down to that of `bytes`, until `take` answers false.
+  // Hands out blocks of at least `bytes`, from the smallest bin up, until `take` answers false.
   template <class Take>
-  void from_largest(Bytes bytes, Take take) const {
+  void from_smallest(Bytes bytes, Take take) const {
     const Bin least = bin_of(bytes);
-    for (unsigned octave = kOctaves; octave-- > least.octave;) {
+    for (unsigned octave = least.octave; octave < kOctaves; ++octave) {
       if ((octaves_ >> octave & 1) == 0) {
         continue;
       }
-      for (unsigned step = kSteps; step-- > (octave == least.octave ? least.step : 0u);) {
+      for (unsigned step = octave == least.octave ? least.step : 0; step < kSteps; ++step) {
         for (Block* b = heads_[octave][step]; b != nullptr; b = b->bin_next) {
           if (b->size >= bytes && !take(b)) {
             return;
