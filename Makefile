@@ -115,7 +115,7 @@ check-sanitizers: setup
 FUZZ := build/release/stagehand_fuzz
 FUZZ_SEEDS := 1000
 FUZZ_OPS := 5000
-FUZZ_SWEEPS := 40
+FUZZ_SWEEPS := 150
 
 .PHONY: fuzz
 fuzz: setup
