@@ -38,6 +38,7 @@ class HeapStore final : public Store {
   Bytes trim(Entry& entry, Bytes target) override;
   Status add_peer(int device) override;
   bool tells_of_captures() const override { return true; }
+  bool knows_all_users() const override { return true; }
   const char* broken() const override { return heap_.broken(); }
   const DeviceHeap& heap() const { return heap_; }
 

@@ -62,12 +62,14 @@ struct Record {
     bool pool = false;
     bool leaves = false;
     bool counted = false;  // among clean_bytes
-    Plan::Use need = 0;
+    Plan::Use need = 0;  // those that leave in any case first
+    Plan::Use use = 0;   // its next
     Bytes bytes = 0;
     Record* previous = nullptr;  // of those that wait
     Record* next = nullptr;
   };
   OrderedHook<Record> need_hook;
+  OrderedHook<Record> leaves_hook;
   OrderedHook<Record> size_hook;
   OrderedHook<Record> dirty_hook;
   OrderedHook<Record> small_hook;

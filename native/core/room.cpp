@@ -10,7 +10,7 @@ namespace stagehand::core {
 
 void Room::leave(Record& record) {
   ++d_.counters.clean_evictions;
-  if (d_.debug.poison) {
+  if (d_.debug.poison && d_.store->knows_all_users()) {
     d_.transfers.poison(record.block);
   }
   d_.books.leave(record);

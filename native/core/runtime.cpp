@@ -137,7 +137,11 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
   ++d_.counters.aliases;
   StreamClock& clock = d_.clocks.of(consumer);
   if (record.arrived.seq != 0) {
-    d_.stalls.asked(record.stall_pair, consumer, record.prefetched);
+    if (clock.captured()) {
+      d_.stalls.forget(record.stall_pair);  // an event there would be the graph's
+    } else {
+      d_.stalls.asked(record.stall_pair, consumer, record.prefetched);
+    }
     record.stall_pair = StallMeter::kNone;
     record.prefetched = false;
     if (holds(Rule::S6) && d_.clocks.order_after(clock, record.arrived) != Status::ok) {

@@ -131,6 +131,7 @@ class Runtime {
   Saved tagged(Block* block, Address data, Address first, Address last);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();
+  void release_graphs(Entry& entry);
 
   Device d_;
   HeapStore heap_;

@@ -180,16 +180,24 @@ std::vector<Demand::Peak> Runtime::pinned_demand() { return d_.host.demand(); }
 
 Bytes Runtime::trim(Bytes target) {
   Entry entry(d_.gate);
+  release_graphs(entry);
   return d_.store->trim(entry, target);
 }
 
 // The graph may still run, on a stream we have never seen. Where waiting is not allowed now, the
-// memory stays the graph's until the next one is released. Those that others release meanwhile are
+// memory stays the graph's until the next one is released, or memory is trimmed. Those that others release meanwhile are
 // theirs: their last replay may be younger than this wait.
 void Runtime::release_graph(std::uint64_t graph) {
   Entry entry(d_.gate);
-  std::vector<std::uint64_t> mine = std::exchange(released_graphs_, {});
-  mine.push_back(graph);
+  released_graphs_.push_back(graph);
+  release_graphs(entry);
+}
+
+void Runtime::release_graphs(Entry& entry) {
+  if (released_graphs_.empty()) {
+    return;
+  }
+  const std::vector<std::uint64_t> mine = std::exchange(released_graphs_, {});
   if (!d_.room.wait_for_gpu(entry)) {
     released_graphs_.insert(released_graphs_.end(), mine.begin(), mine.end());
     return;

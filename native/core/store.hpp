@@ -52,6 +52,9 @@ class Store {
   virtual Status add_peer(int device) = 0;
   // Whether it is told when a CUDA graph is captured; else each stream has to be asked.
   virtual bool tells_of_captures() const = 0;
+  // Whether all streams that use a block are told to us. Else only its owner may write to what is
+  // put away.
+  virtual bool knows_all_users() const = 0;
   virtual void reset_peaks() {}
 
   // Empty, or the first broken invariant.

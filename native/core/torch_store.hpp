@@ -61,6 +61,7 @@ class TorchStore final : public Store {
   Bytes trim(Entry& entry, Bytes target) override;
   Status add_peer(int device) override { return segments_.add_peer(device); }
   bool tells_of_captures() const override { return false; }
+  bool knows_all_users() const override { return false; }  // record_stream is torch's own
   void reset_peaks() override { cache_.reset_peaks(); }
   const char* broken() const override;
 

@@ -59,8 +59,12 @@ void VictimIndex::file(Record& record) {
   filed.pool = block.in_mem_pool;
   filed.leaves = planned_to_leave(record);
   filed.need = need(record);
+  filed.use = plan_.next_use(record.place, record.order);
   filed.bytes = block.size;
-  by_need_[filed.small][filed.pool].insert(record);
+  by_use_[filed.small][filed.pool].insert(record);
+  if (filed.leaves) {
+    leaving_[filed.small].insert(record);
+  }
   if (filed.leaves && !filed.small) {
     planned_[filed.clean].insert(record);
   }
@@ -78,7 +82,10 @@ void VictimIndex::file(Record& record) {
 void VictimIndex::unfile(Record& record) {
   Record::Filed& filed = record.filed;
   filed.at_all = false;
-  by_need_[filed.small][filed.pool].remove(record);
+  by_use_[filed.small][filed.pool].remove(record);
+  if (filed.leaves) {
+    leaving_[filed.small].remove(record);
+  }
   if (record.size_hook.linked) {
     planned_[filed.clean].remove(record);
   }
@@ -96,8 +103,8 @@ void VictimIndex::unfile(Record& record) {
 void VictimIndex::file() {
   if (plan_version_ != plan_.version()) {
     plan_version_ = plan_.version();
-    for (auto& of_size : by_need_) {
-      for (ByNeed& tree : of_size) {
+    for (auto& of_size : by_use_) {
+      for (ByUse& tree : of_size) {
         while (Record* record = tree.first()) {
           unfile(*record);
           wait(*record);
@@ -117,8 +124,8 @@ Record* VictimIndex::last_needed(bool small_too, bool of_mem_pools) {
     Record* found = nullptr;
     for (const bool small : sizes) {
       for (const bool pool : {false, true}) {
-        Record* first = pool && !of_mem_pools ? nullptr : by_need_[small][pool].first();
-        if (first != nullptr && (found == nullptr || Later{}(*first, *found))) {
+        Record* first = pool && !of_mem_pools ? nullptr : by_use_[small][pool].first();
+        if (first != nullptr && (found == nullptr || LaterUse{}(*first, *found))) {
           found = first;
         }
       }
@@ -132,9 +139,29 @@ Record* VictimIndex::last_needed(bool small_too, bool of_mem_pools) {
   return large != nullptr ? large : best({true});
 }
 
-Record* VictimIndex::farthest(bool small) {
+Record* VictimIndex::first(bool small) {
   file();
-  return by_need_[small][false].first();
+  if (Record* leaving = leaving_[small].first(); leaving != nullptr) {
+    return leaving;
+  }
+  return by_use_[small][false].first();
+}
+
+Record* VictimIndex::next(Record& record) {
+  const bool small = record.filed.small;
+  Record* one = nullptr;
+  if (record.filed.leaves) {
+    if (one = Leaving::next(record); one != nullptr) {
+      return one;
+    }
+    one = by_use_[small][false].first();
+  } else {
+    one = ByUse::next(record);
+  }
+  while (one != nullptr && one->filed.leaves) {
+    one = ByUse::next(*one);
+  }
+  return one;
 }
 
 Record* VictimIndex::planned(Bytes bytes) {

@@ -18,13 +18,13 @@ class VictimIndex {
   // It may not be evicted any more.
   void remove(Record& record);
 
-  // The record whose next use is farthest; where nobody knows, the oldest; before all, those that
-  // are planned to leave. Records in small blocks free pieces for a large request only when whole
+  // The record whose next use is farthest; where nobody knows, the oldest: side by side, mostly, so
+  // that whole segments come free. Records in small blocks free pieces for a large request only when whole
   // pieces come free: last, unless `small_too`. Null without any.
   Record* last_needed(bool small_too, bool of_mem_pools = true);
-  // The same in turn, of small or of large blocks, of whichever pool.
-  Record* farthest(bool small);
-  Record* next(Record& record) { return ByNeed::next(record); }
+  // All in small or in large blocks, in turn: those that leave in any case, then as above.
+  Record* first(bool small);
+  Record* next(Record& record);
   // The smallest planned victim in a large block that frees `bytes`, the largest where none does;
   // those whose copy is queued already before others. Null without any.
   Record* planned(Bytes bytes);
@@ -44,6 +44,11 @@ class VictimIndex {
   const char* broken(const Ledger& ledger);
 
  private:
+  struct LaterUse {
+    bool operator()(const Record& a, const Record& b) const {
+      return a.filed.use != b.filed.use ? a.filed.use > b.filed.use : a.order < b.order;
+    }
+  };
   struct Later {
     bool operator()(const Record& a, const Record& b) const {
       return a.filed.need != b.filed.need ? a.filed.need > b.filed.need : a.order < b.order;
@@ -57,7 +62,8 @@ class VictimIndex {
   struct Older {
     bool operator()(const Record& a, const Record& b) const { return a.order < b.order; }
   };
-  using ByNeed = Ordered<Record, &Record::need_hook, Later>;
+  using ByUse = Ordered<Record, &Record::need_hook, LaterUse>;
+  using Leaving = Ordered<Record, &Record::leaves_hook, Older>;
   using BySize = Ordered<Record, &Record::size_hook, Smaller>;
 
   void file();
@@ -69,7 +75,8 @@ class VictimIndex {
   const Plan& plan_;
   std::uint64_t plan_version_ = 0;  // by which those filed are filed
   Record* waiting_ = nullptr;
-  ByNeed by_need_[2][2];  // in small blocks, in blocks of a MemPool
+  ByUse by_use_[2][2];  // in small blocks, in blocks of a MemPool
+  Leaving leaving_[2];  // in small blocks: those that leave in any case
   BySize planned_[2];     // clean
   Ordered<Record, &Record::dirty_hook, Later> dirty_;
   Ordered<Record, &Record::small_hook, Older> small_dirty_;

@@ -123,7 +123,7 @@ FoundWindow WindowSearch::with_victims(const Arena& arena, Bytes bytes, std::uin
   ++turn_;
   int looked = 0;
   int alike = 0;
-  for (Record* r = victims_.farthest(arena.key.small); r != nullptr && looked < kVictims;
+  for (Record* r = victims_.first(arena.key.small); r != nullptr && looked < kVictims;
        r = victims_.next(*r)) {
     if (best_.found && (~r->filed.need != best_.cost.soonest || ++alike > kAlike)) {
       break;

@@ -30,7 +30,7 @@ FOREIGN = {
 # What may know all the rest of the core: the story, and its files.
 STORY = "runtime"
 PURE = ("victim", "plan", "size_class")
-EFFECTS = ("device_heap", "pinned_pool", "ledger", "mover", "arena", STORY)
+EFFECTS = ("device_heap", "pinned_pool", "ledger", "transfers", "books", "room", "arena", STORY)
 PUBLIC_MODULES = {"__init__.py", "__main__.py", "testing.py"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
