@@ -62,8 +62,8 @@ struct Record {
     bool pool = false;
     bool leaves = false;
     bool counted = false;  // among clean_bytes
-    Plan::Use need = 0;  // those that leave in any case first
-    Plan::Use use = 0;   // its next
+    Plan::Use need = 0;    // those that leave in any case first
+    Plan::Use use = 0;     // its next
     Bytes bytes = 0;
     Record* previous = nullptr;  // of those that wait
     Record* next = nullptr;

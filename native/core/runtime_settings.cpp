@@ -185,8 +185,8 @@ Bytes Runtime::trim(Bytes target) {
 }
 
 // The graph may still run, on a stream we have never seen. Where waiting is not allowed now, the
-// memory stays the graph's until the next one is released, or memory is trimmed. Those that others release meanwhile are
-// theirs: their last replay may be younger than this wait.
+// memory stays the graph's until the next one is released, or memory is trimmed. Those that others
+// release meanwhile are theirs: their last replay may be younger than this wait.
 void Runtime::release_graph(std::uint64_t graph) {
   Entry entry(d_.gate);
   released_graphs_.push_back(graph);

@@ -19,8 +19,8 @@ class VictimIndex {
   void remove(Record& record);
 
   // The record whose next use is farthest; where nobody knows, the oldest: side by side, mostly, so
-  // that whole segments come free. Records in small blocks free pieces for a large request only when whole
-  // pieces come free: last, unless `small_too`. Null without any.
+  // that whole segments come free. Records in small blocks free pieces for a large request only
+  // when whole pieces come free: last, unless `small_too`. Null without any.
   Record* last_needed(bool small_too, bool of_mem_pools = true);
   // All in small or in large blocks, in turn: those that leave in any case, then as above.
   Record* first(bool small);
@@ -77,7 +77,7 @@ class VictimIndex {
   Record* waiting_ = nullptr;
   ByUse by_use_[2][2];  // in small blocks, in blocks of a MemPool
   Leaving leaving_[2];  // in small blocks: those that leave in any case
-  BySize planned_[2];     // clean
+  BySize planned_[2];   // clean
   Ordered<Record, &Record::dirty_hook, Later> dirty_;
   Ordered<Record, &Record::small_hook, Older> small_dirty_;
   Bytes clean_bytes_ = 0;
