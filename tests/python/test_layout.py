@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,10 @@ def test_the_stub_names_what_the_bindings_define() -> None:
     declared = set(re.findall(r"^(?:def|class) (\w+)", stub, re.MULTILINE))
     defined = set(re.findall(r'(?:\.def|class_<\w+>)\(\s*(?:module, )?"(\w+)"', bindings))
     assert declared <= defined
+
+
+def test_the_page_of_states_is_made_from_the_tables_the_code_checks() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "states.py"), "--check"], check=False
+    )
+    assert done.returncode == 0, "run python tools/states.py"
