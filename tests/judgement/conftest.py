@@ -1,71 +1,23 @@
-"""What the promises are judged at: a budget under which everything leaves, and one without any."""
+"""The budgets as a fixture. Importing this loads no torch."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import judge
 import pytest
-from torch.utils._pytree import tree_leaves
-
-import stagehand_alloc
 
 if TYPE_CHECKING:
+    from budgets import Budget
+
     from stagehand_alloc.testing import SimulatedGpu
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """How much of what autograd saves may stay: all of it, or nothing."""
-
-    evicts: bool
-
-    def pool(self) -> stagehand_alloc.Pool:
-        """A pool of this budget."""
-        return judge.small_pool() if self.evicts else stagehand_alloc.pool(high=1.0, low=1.0)
-
-    @contextlib.contextmanager
-    def pressed(self, *, saves: bool = True) -> Iterator[None]:
-        """Evict everything or nothing, and assert that it was so.
-
-        `saves` is False where what is saved may be held by somebody, and so have to stay.
-        """
-        before = judge.evictions()
-        with judge.evicting_everything() if self.evicts else contextlib.nullcontext():
-            yield
-        moved = judge.evictions() - before
-        if not self.evicts:
-            assert moved == 0
-        elif saves:
-            assert moved > 0
-
-    def same_as_plain(
-        self, program: Callable[[judge.Around], Any], *, saves: bool = True
-    ) -> list[Any]:
-        """Run `program` plainly and with its forward in a pool; every leaf it returns is equal.
-
-        `program` takes the context manager of its forward pass. Returns the leaves.
-        """
-        judge.seed_everything()
-        expected = _named(program(contextlib.nullcontext()))
-        with self.pressed(saves=saves):
-            judge.seed_everything()
-            actual = _named(program(self.pool()))
-        assert judge.differences(expected, actual) == []
-        return [leaf for _, leaf in actual]
-
-
-def _named(tree: Any) -> judge.Results:
-    found = [(f"leaf {at}", leaf) for at, leaf in enumerate(tree_leaves(tree))]
-    assert found, "a program that returns nothing promises nothing"
-    return found
 
 
 @pytest.fixture(params=[True, False], ids=["everything-leaves", "nothing-leaves"])
 def budget(request: pytest.FixtureRequest, gpu: SimulatedGpu) -> Iterator[Budget]:
     """Both budgets in turn, on the simulated GPU, with whole books at the end."""
-    yield Budget(evicts=request.param)
+    import budgets
+    import judge
+
+    yield budgets.Budget(evicts=request.param)
     assert judge.books_are_whole() == []

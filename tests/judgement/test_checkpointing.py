@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Budget
+from budgets import Budget, SavesAll, leaf, released
 from judge import Around
-from test_custom_functions import SavesAll
-from test_saved_tensor_hooks import leaf, released
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (

@@ -7,32 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Budget
+from budgets import Budget, SavesAll, leaf, released
 from judge import Around
-from test_saved_tensor_hooks import leaf, released
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 # --- Custom Functions
-
-
-class SavesAll(Function):
-    """Saves an input, an output, an intermediate and nothing; gives a second derivative too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        middle = x.sin()
-        result = middle.exp() * scale
-        ctx.save_for_backward(x, None, result, middle)
-        ctx.scale = scale
-        return result, middle
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_middle: Tensor) -> Any:
-        x, nothing, result, _ = ctx.saved_tensors
-        assert nothing is None
-        return (grad * result + grad_middle) * x.cos(), None
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["once", "twice"])

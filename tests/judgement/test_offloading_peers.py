@@ -12,7 +12,7 @@ import judge
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Budget
+from budgets import Budget
 from judge import Around
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks

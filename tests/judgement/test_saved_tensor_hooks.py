@@ -9,24 +9,13 @@ from typing import Any
 import judge
 import pytest
 import torch
-from conftest import Budget
+from budgets import Budget, leaf, released
 from judge import Around
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 import stagehand_alloc
-
-
-def leaf(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-    made = torch.randn(shape or (32, 8), dtype=dtype, generator=torch.Generator().manual_seed(seed))
-    return made.requires_grad_()
-
-
-def released() -> None:
-    """An allocation: under the tight budget everything that only the graph holds leaves here."""
-    torch.empty(1 << 12)
-
 
 # --- What is saved comes back
 
