@@ -362,11 +362,6 @@ Bytes CacheMap::take_largest_request() {
   return std::exchange(largest_request_, 0);
 }
 
-Bytes CacheMap::take_allocated_peak() {
-  const Lock lock(mutex_);
-  return std::exchange(peak_since_, usage_.allocated);
-}
-
 void CacheMap::forget_kept() {
   const Lock lock(mutex_);
   kept_.clear();
@@ -379,11 +374,6 @@ void CacheMap::begin_step() {
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
 }
 
-bool CacheMap::young(Address address) {
-  const Lock lock(mutex_);
-  return young_.contains(address);
-}
-
 bool CacheMap::live(Address address) {
   const Lock lock(mutex_);
   return lives_.contains(address);
@@ -392,11 +382,6 @@ bool CacheMap::live(Address address) {
 void CacheMap::keep(Address address) {
   const Lock lock(mutex_);
   kept_.insert(address);
-}
-
-bool CacheMap::kept(Address address) {
-  const Lock lock(mutex_);
-  return kept_.contains(address);
 }
 
 std::optional<CacheMap::Owner> CacheMap::owner_of(Address address) {

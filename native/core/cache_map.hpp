@@ -80,19 +80,14 @@ class CacheMap {
   void set_mark(Bytes bytes);
   // The largest request since the last call.
   Bytes take_largest_request();
-  // The most that was allocated since the last call.
-  Bytes take_allocated_peak();
   // A pool is entered: from here on it is known which blocks are younger than this call.
   void begin_step();
-  // Whether the block at the address was handed out since the last step began.
-  bool young(Address address);
   // Whether torch has handed out a large block at the address.
   bool live(Address address);
   // The block at the address is to be left alone until torch frees it.
   void keep(Address address);
   // Where no events tell that it was freed.
   void forget_kept();
-  bool kept(Address address);
   // Of the segment that has the address; nothing where no segment has it.
   std::optional<Owner> owner_of(Address address);
   // The largest hole of a segment for large blocks.

@@ -25,11 +25,6 @@ namespace stagehand::core {
 #else
 #define SH_CHECK(condition) ((void)0)
 #endif
-#if STAGEHAND_CHECKS >= 2
-#define SH_CHECK_DEAR(condition) SH_CHECK(condition)
-#else
-#define SH_CHECK_DEAR(condition) ((void)0)
-#endif
 
 // The stream-order rules of docs/invariants.md. Tests break one at a time and expect the simulator
 // to notice; release builds compile every question to `true`.

@@ -112,14 +112,15 @@ class Gate {
     spare = std::move(due);
   }
 
+  // A context that cannot be made current now is tried again with the next call of the driver.
   void enter() {
-    inside_.entered = true;
     driver::Context current = nullptr;
+    inside_.entered = true;
     if (context_ != nullptr &&
         (table_.ctx_get_current(&current) != driver::kSuccess || current != context_)) {
-      inside_.pushed = table_.ctx_push_current(context_) == driver::kSuccess;
+      inside_.pushed = inside_.entered = table_.ctx_push_current(context_) == driver::kSuccess;
     }
-    if (captures().load(std::memory_order_relaxed) > 0) {
+    if (!inside_.relaxed && captures().load(std::memory_order_relaxed) > 0) {
       inside_.mode = driver::kCaptureModeRelaxed;
       inside_.relaxed = table_.thread_exchange_capture_mode(&inside_.mode) == driver::kSuccess;
     }

@@ -229,33 +229,15 @@ Bytes HeapStore::lacking(Bytes bytes) const {
   return bytes - std::min(bytes, room);
 }
 
-// Dirty ones are copied in one batch. Evicting may join free neighbours, so the window's own blocks
-// are not looked at again.
+// Evicting may join free neighbours, so the window's own blocks are not looked at again.
 Evicted HeapStore::evict_window(const FoundWindow& window, Attempt& attempt) {
   victims_.clear();
-  Bytes missing = 0;
   for (const Block* block : *window.blocks) {
     if (block->state == BlockState::retained) {
       victims_.push_back(block->record);
     }
   }
-  for (Record* victim : victims_) {
-    if (victims_.size() > 1 && !victim->clean()) {
-      d_.departures.stage(*victim, false, &missing);
-    }
-  }
-  Evicted result = Evicted::nobody;
-  for (Record* victim : victims_) {
-    if (!victim->evictable()) {
-      continue;
-    }
-    const Evicted one = d_.room.evict(*victim, attempt);
-    if (one != Evicted::yes) {
-      return result == Evicted::yes ? result : one;
-    }
-    result = one;
-  }
-  return result;
+  return d_.room.evict_together(victims_, attempt);
 }
 
 // Under a plan, small victims leave a few at a time, and the stream is put behind their copies at

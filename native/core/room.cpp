@@ -35,6 +35,27 @@ Evicted Room::evict(Record& record, Attempt& attempt) {
   return Evicted::yes;
 }
 
+Evicted Room::evict_together(std::span<Record* const> records, Attempt& attempt) {
+  Bytes missing = 0;
+  for (Record* record : records) {
+    if (records.size() > 1 && !record->clean()) {
+      d_.departures.stage(*record, false, &missing);
+    }
+  }
+  Evicted result = Evicted::nobody;
+  for (Record* record : records) {
+    if (!record->evictable()) {
+      continue;
+    }
+    const Evicted one = evict(*record, attempt);
+    if (one != Evicted::yes) {
+      return result == Evicted::yes ? result : one;
+    }
+    result = one;
+  }
+  return result;
+}
+
 bool Room::helped(Entry& entry, Evicted result, Attempt& attempt) {
   if (result != Evicted::no_slab) {
     return result != Evicted::nobody;

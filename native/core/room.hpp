@@ -4,6 +4,8 @@
 // Guarded by the device's lock. What takes an Entry may give it up.
 #pragma once
 
+#include <span>
+
 #include "core/ledger.hpp"
 
 namespace stagehand::core {
@@ -31,6 +33,8 @@ class Room {
 
   // Device to host and away. A clean record leaves at once; a dirty one's copy is queued first.
   Evicted evict(Record& record, Attempt& attempt);
+  // All of them, the dirty ones' copies in one batch; up to the first that cannot go.
+  Evicted evict_together(std::span<Record* const> records, Attempt& attempt);
   // A clean record leaves.
   void leave(Record& record);
   // Whether to try again after an attempt to evict: it did, or there are slabs now, or the record

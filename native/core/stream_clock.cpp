@@ -33,7 +33,7 @@ bool Fence::add(const Fence& other) {
 // A stream of which the driver says something else than that is a stream no more: nothing of it is
 // captured.
 bool StreamClock::captured() {
-  if (captures_ == 0) {
+  if (own_ || captures_ == 0) {
     return false;
   }
   if (captured_turn_ != gate_.turn()) {

@@ -73,6 +73,9 @@ class StreamClock {
   // that the host has queued since: one for each kFine bytes of work noted here.
   void note_work(Bytes bytes);
   bool captured();
+  // For a stream of our own: nothing is queued on it but behind `captured` of others, so no capture
+  // reaches it, and it is not asked.
+  void never_captured() { own_ = true; }
   // Goes on, in order, on `spare`, and leaves the stream it was on there. What is queued on one
   // stream reaches the copy engine in one go and holds up everybody else's copies until it is done;
   // a copy that waits for another stream's lets others through between the two.
@@ -114,6 +117,7 @@ class StreamClock {
   std::uint64_t not_passed_turn_ = 0;  // asked in this turn
   std::uint64_t captured_turn_ = 0;    // when last asked
   bool captured_ = false;
+  bool own_ = false;                 // no capture reaches it
   bool named_ = false;               // a tick that no event stands for yet was handed out
   Bytes work_ = 0;                   // noted since the last event
   std::uint32_t holders_ = 0;        // arenas, lanes, held blocks and users that rely on this clock

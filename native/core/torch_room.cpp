@@ -6,6 +6,7 @@
 #include "core/device.hpp"
 #include "core/requests.hpp"
 #include "core/torch_store.hpp"
+#include "core/window_search.hpp"
 
 namespace stagehand::core {
 
@@ -103,21 +104,15 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner) {
     Block* block = stretch.hole ? nullptr : held_.at(stretch.address);
     const bool idle =
         stretch.hole || std::binary_search(departing_.begin(), departing_.end(), stretch.address);
-    Candidate candidate{Candidate::Kind::wall, stretch.bytes};
-    candidate.idle = idle;
+    Candidate candidate{Candidate::Kind::wall};
     if (stretch.of_owner && idle) {
       candidate.kind = Candidate::Kind::idle;
     } else if (stretch.of_owner && block != nullptr && block->record != nullptr &&
                block->record->filed.at_all) {
-      candidate.kind = Candidate::Kind::victim;
-      candidate.age = ~block->record->filed.need;
-      candidate.copy = block->record->clean() ? 0 : kNever;
-      for (const Tick& tick : block->fence) {
-        if (candidate.copy == 0 && tick.clock == out && block->clock->waited(out) < tick.seq) {
-          candidate.copy = tick.seq;
-        }
-      }
+      candidate = candidate_of(*block, out);
     }
+    candidate.size = stretch.bytes;
+    candidate.idle = idle;
     sight_.of_stretch.push_back(sight_.candidates.size());
     sight_.candidates.push_back(candidate);
     sight_.blocks.push_back(block);
@@ -199,29 +194,12 @@ Evicted TorchStore::evict_last(bool of_mem_pools, Attempt& attempt) {
 
 Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
   victims_.clear();
-  Bytes missing = 0;
   for (std::size_t i = window.begin; i < window.end; ++i) {
     if (sight_.candidates[i].kind == Candidate::Kind::victim) {
       victims_.push_back(sight_.blocks[i]->record);
     }
   }
-  for (Record* victim : victims_) {
-    if (victims_.size() > 1 && !victim->clean()) {
-      d_.departures.stage(*victim, false, &missing);
-    }
-  }
-  Evicted result = Evicted::nobody;
-  for (Record* victim : victims_) {
-    if (!victim->evictable()) {
-      continue;
-    }
-    const Evicted one = d_.room.evict(*victim, attempt);
-    if (one != Evicted::yes) {
-      return result == Evicted::yes ? result : one;
-    }
-    result = one;
-  }
-  return result;
+  return d_.room.evict_together(victims_, attempt);
 }
 
 // Victims side by side, so that torch finds a hole for the request; where no segment can hold it,

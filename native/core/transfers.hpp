@@ -28,6 +28,8 @@ class Transfers {
         in_(gate_, Lane::Way::in, clocks.of(streams[2]), streams[3]) {
     clocks_.hold(out_.clock());
     clocks_.hold(in_.clock());
+    out_.clock().never_captured();
+    in_.clock().never_captured();
   }
 
   Lane& out() { return out_; }

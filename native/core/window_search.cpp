@@ -37,7 +37,7 @@ WindowSearch::Run WindowSearch::add(Block* block) {
   return {first, last};
 }
 
-Candidate WindowSearch::candidate(const Block& block, std::uint32_t out) const {
+Candidate candidate_of(const Block& block, std::uint32_t out) {
   Candidate found{Candidate::Kind::idle, block.size};
   if (!is_idle(block.state)) {
     const Record& record = *block.record;
@@ -70,7 +70,7 @@ void WindowSearch::consider(const Run& run, Block* around, Bytes bytes, std::uin
   bool passed = false;
   for (Block* b = begin;; b = b->next) {
     blocks_.push_back(b);
-    candidates_.push_back(candidate(*b, out));
+    candidates_.push_back(candidate_of(*b, out));
     passed |= b == around;
     held += passed ? b->size : 0;
     if (b == run.last || (passed && held >= bytes + around->size) || (passed && ++after > kSide)) {

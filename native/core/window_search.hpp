@@ -20,6 +20,10 @@ struct FoundWindow {
       0;  // with its victims; for one that would have stayed what was copied in vain too
 };
 
+// A block that is idle, or whose record can leave, as choose_window sees it. `out` is the lane
+// whose copies may still read it.
+Candidate candidate_of(const Block& block, std::uint32_t out);
+
 class WindowSearch {
  public:
   WindowSearch(VictimIndex& victims, const Plan& plan, const ClockBank& clocks)
@@ -45,7 +49,6 @@ class WindowSearch {
   bool usable(const Block& block) const { return is_idle(block.state) && !block.fence.never(); }
   Run add(Block* block);
   void consider(const Run& run, Block* around, Bytes bytes, std::uint32_t out);
-  Candidate candidate(const Block& block, std::uint32_t out) const;
   FoundWindow result();
 
   VictimIndex& victims_;

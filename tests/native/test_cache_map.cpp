@@ -289,8 +289,8 @@ TEST("peaks are those since the last reset, and of the last look") {
   map.alloc(0, 8_MiB);
   map.freed(0, 8_MiB);
   CHECK_EQ(map.usage().allocated_peak, 8_MiB);
-  CHECK_EQ(map.take_allocated_peak(), 8_MiB);
-  CHECK_EQ(map.take_allocated_peak(), 0);
+  CHECK_EQ(map.since().allocated_peak, 8_MiB);
+  CHECK_EQ(map.since().allocated_peak, 0);
   map.segment_gone(0, 20_MiB);
   CHECK_EQ(map.usage().reserved_peak, 20_MiB);
   map.reset_peaks();
@@ -315,10 +315,10 @@ TEST("a block is kept until torch frees it") {
   map.segment(0, 20_MiB);
   map.alloc(0, 4_MiB);
   map.keep(kBase);
-  CHECK(map.kept(kBase));
-  CHECK(!map.kept(kBase + 512));
+  CHECK(map.known_of(kBase).kept);
+  CHECK(!map.known_of(kBase + 512).kept);
   map.freed(0, 4_MiB);
-  CHECK(!map.kept(kBase));
+  CHECK(!map.known_of(kBase).kept);
 }
 
 TEST("a request grows the cache by the segment torch asks the driver for") {
