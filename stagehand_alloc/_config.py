@@ -136,10 +136,10 @@ def parse_rate(value: Size | None, name: str) -> int | None:
 
 
 def parse_piece(value: Size | None, name: str) -> int | None:
-    """The largest part a copy is made in, in bytes; None is whole. Raises SizeError."""
+    """The largest part a copy is made in, in bytes; None is the default. Raises SizeError."""
     if value is None:
         return None
-    how = f'Give {name} a size of 64 KiB or more, like "1MiB", or None for whole copies.'
+    how = f'Give {name} a size of 64 KiB or more, like "1MiB", or None for the default, 16 MiB.'
     if isinstance(value, float):
         raise SizeError(f"{name}={value!r} is a fraction, and a piece is a size in bytes.", how)
     size = parse_size(value, None, name)

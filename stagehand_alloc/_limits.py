@@ -28,7 +28,7 @@ class LaneLimits:
     ``max_inflight_d2h``, ``max_inflight_h2d``: with so many copies queued on the lane and not yet
     finished, copies ahead of need (write-back, prefetch) hold back; a copy somebody waits for
     always goes. The rates, in bytes per second, hold for all copies of the lane. ``piece``: copies
-    go in parts of at most so many bytes, so that others' copies get in between; None is whole.
+    go in parts of at most so many bytes, so that others' copies get in between; None is 16 MiB.
     """
 
     max_inflight_d2h: int | None = None
@@ -74,7 +74,7 @@ class LaneLimits:
         return dataclasses.replace(self, **changes)
 
     def for_native(self) -> tuple[int, int, int, int, int]:
-        """As the core takes them: 0 is no limit, and copies that go whole."""
+        """As the core takes them: 0 is no limit, and of ``piece`` the default."""
         return (
             self.max_inflight_d2h or 0,
             self.max_inflight_h2d or 0,

@@ -250,7 +250,7 @@ class Pool:
             d2h_bytes_per_second, h2d_bytes_per_second: "10GB", "10GiB" or bytes, per second, over
                 all copies of that lane, the awaited ones too.
             piece: copies of either lane go in parts of at most so many bytes ("1MiB"; 64 KiB at
-                least), so that others' copies get in between; None, the default, is whole. The
+                least), so that others' copies get in between; None, the default, is 16 MiB. The
                 smaller, the sooner others get through and the slower the lane.
 
         Returns the limits now in force. Raises ConfigError, SizeError, or DriverError; then nothing

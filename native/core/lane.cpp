@@ -35,7 +35,7 @@ Status Lane::queue(std::span<const Copy> copies) {
 }
 
 Status Lane::queue_pieces(const Copy& copy) {
-  Bytes largest = piece_ != 0 ? piece_ : copy.bytes;
+  Bytes largest = piece_;
   if (pacer_.paced()) {
     largest = std::min(largest, std::max(kPacedPiece, pacer_.rate() / 64));
   }
@@ -86,7 +86,7 @@ Status Lane::admit(Bytes bytes) {
 // Where hopping fails the lane stays where it is: in order, and less considerate.
 void Lane::moved(Bytes bytes) {
   since_hop_ += bytes;
-  if (piece_ != 0 && since_hop_ >= piece_ && clock_.hop(&spare_) == Status::ok) {
+  if (since_hop_ >= piece_ && clock_.hop(&spare_) == Status::ok) {
     since_hop_ = 0;
   }
 }

@@ -5,7 +5,7 @@
 
 namespace stagehand::core {
 
-// 0 is no limit.
+// 0 is no limit, and of `piece` the lane's own.
 struct LaneLimits {
   // Copies queued on a lane and not yet finished, from which on copies made ahead of need
   // (write-back, prefetch) hold back. A copy somebody waits for always goes.
@@ -15,7 +15,7 @@ struct LaneLimits {
   Bytes rate_d2h = 0;
   Bytes rate_h2d = 0;
   // The most of ours that a copy of somebody else's has to wait behind on the same copy engine.
-  // Keeping it costs bandwidth: lane.hpp.
+  // A small one costs bandwidth: lane.hpp.
   Bytes piece = 0;
 };
 

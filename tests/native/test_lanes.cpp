@@ -27,6 +27,19 @@ TEST("a copy in pieces on two streams in turn arrives whole, whatever the schedu
   }
 }
 
+TEST("whoever set nothing shares the link: no more than 16 MiB is queued on a stream in one go") {
+  CoreRig rig({.memory = 512_MiB, .classes = {{64_MiB}, {8}}, .host_limit = 600_MiB});
+  rig.budget(400_MiB, 200_MiB);
+  const std::uint64_t copies = calls("cuMemcpyDtoHAsync");
+  const std::uint64_t back = calls("cuMemcpyHtoDAsync");
+  const std::uint64_t waits = calls("cuStreamWaitEvent");
+  there_and_back(rig, 36_MiB);
+  CHECK_EQ(calls("cuMemcpyDtoHAsync") - copies, 8 * 3);
+  CHECK_EQ(calls("cuMemcpyHtoDAsync") - back, 8 * 3);
+  CHECK(calls("cuStreamWaitEvent") - waits >= 2 * 8 * 36 / 16);  // a hop each
+  rig.verify_empty();
+}
+
 TEST("small records travel together: one call out") {
   for (const unsigned flags :
        {STAGEHAND_SIM_NO_POISON, STAGEHAND_SIM_NO_POISON | STAGEHAND_SIM_OLD_DRIVER}) {
