@@ -107,6 +107,7 @@ class PoolStats:
     hits: int = 0
     grows: int = 0
     gathers: int = 0  # free physical memory moved to where it was needed
+    map_calls: int = 0  # of the driver, to map memory, open access to it or unmap it
     out_of_memory: int = 0
     pool_hits: int = 0
     pool_misses: int = 0

@@ -98,10 +98,17 @@ void Arena::set_state(Block* block, BlockState state) {
   idle_bytes -= is_idle(before) ? block->size : 0;
   block->state.move_to(state);
   idle_bytes += is_idle(state) ? block->size : 0;
+  if (before == BlockState::former || state == BlockState::former) {
+    const bool more = state == BlockState::former;
+    former_bytes = more ? former_bytes + block->size : former_bytes - block->size;
+    formers = more ? formers + 1 : formers - 1;
+  }
   if (state == BlockState::free) {
     free.insert(block);
   } else if (state == BlockState::evicting) {
     evicting.push_back(block);
+  } else if (state == BlockState::former) {
+    former.push_back(block);
   } else if (state == BlockState::hole) {
     holes.push_front(block);
   }

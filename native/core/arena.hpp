@@ -5,7 +5,6 @@
 // covers the page's first byte; from there a short walk through the neighbours.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <vector>
 
@@ -31,10 +30,17 @@ class BlockList {
   Block* last_ = nullptr;
 };
 
-// One cuMemCreate, mapped at one address.
+struct Arena;
+
+// One cuMemCreate. It serves at one address, and stays mapped at those where it did before.
 struct Piece {
   Bytes size = 0;
   driver::PhysicalHandle handle = 0;
+  Arena* arena = nullptr;   // where it serves,
+  Address address = 0;      // and its key in the arena's `pieces`
+  Block* former = nullptr;  // its former addresses, through next_former;
+  Block* home = nullptr;   // of those the one where it was mapped first; null where it serves there
+  std::uint64_t seen = 0;  // the search of DeviceHeap that has been here
 };
 
 struct ArenaKey {
@@ -59,11 +65,13 @@ struct Arena {
   Block* first = nullptr;
   FreeIndex free;
   BlockList evicting;    // those longest without a look first
+  BlockList former;      // those made first first
   BlockList holes;       // those made last first
   Bytes idle_bytes = 0;  // free and evicting
   std::size_t blocks = 1;
-  std::map<Address, Piece> pieces;  // by address; the ones of retiring blocks are not here
-  std::deque<Block*> retiring;
+  std::map<Address, Piece> pieces;  // that serve here, by address
+  Bytes former_bytes = 0;
+  std::size_t formers = 0;
   bool retired = false;  // served a graph that is gone: given up once it is empty
 
   bool contains(Address address) const { return address - base < reserved; }
@@ -82,7 +90,10 @@ struct Arena {
   void claim_pages(const Block* range, Block* owner);
   Block* merge_with_next(Block* block);
   BlockList* list_of(BlockState state) {
-    return state == BlockState::evicting ? &evicting : state == BlockState::hole ? &holes : nullptr;
+    return state == BlockState::evicting ? &evicting
+           : state == BlockState::former ? &former
+           : state == BlockState::hole   ? &holes
+                                         : nullptr;
   }
 
   const unsigned page_shift_;

@@ -12,6 +12,7 @@
 namespace stagehand::core {
 
 struct Arena;
+struct Piece;
 struct Record;
 
 struct Block {
@@ -35,10 +36,12 @@ struct Block {
   Arena* arena = nullptr;
   Block* previous = nullptr;  // neighbours in address order
   Block* next = nullptr;
-  Block* bin_previous = nullptr;  // free list, evicting list or list of holes
+  Block* bin_previous = nullptr;  // free list, or the list of evicting, former ones or holes
   Block* bin_next = nullptr;
-  std::uint64_t seen = 0;      // the search (WindowSearch) that has been here,
-  Block* run_other = nullptr;  // and the other end of the run it is an end of
+  Piece* piece = nullptr;        // of a former address: what is still mapped there,
+  Block* next_former = nullptr;  // and the next former address of that
+  std::uint64_t seen = 0;        // the search (WindowSearch) that has been here,
+  Block* run_other = nullptr;    // and the other end of the run it is an end of
   // Of torch's cache: the storage, and its size.
   void* storage = nullptr;
   const void* identity = nullptr;

@@ -19,6 +19,21 @@ driver::AccessDesc access_for(int device) {
   access.location.id = device;
   return access;
 }
+
+// Rule O6.
+const char* broken_piece(const Arena& arena, Address address, const Piece& piece) {
+  if (piece.arena != &arena || piece.address != address) {
+    return "O6: a piece does not know where it serves";
+  }
+  bool home = piece.home == nullptr;
+  for (const Block* b = piece.former; b != nullptr; b = b->next_former) {
+    home |= b == piece.home;
+    if (b->state != BlockState::former || b->piece != &piece || b->size != piece.size) {
+      return "O6: a piece and its former address do not agree";
+    }
+  }
+  return home ? nullptr : "O6: a piece's home is no former address of it";
+}
 }  // namespace
 
 DeviceHeap::DeviceHeap(int device, Bytes device_bytes, Bytes granularity, ClockBank& clocks,
@@ -73,15 +88,21 @@ void DeviceHeap::drop_empty_arenas() {
   if (arenas_.size() < kManyArenas) {
     return;
   }
-  std::erase_if(arenas_, [&](const auto& arena) {
-    sweep_retiring(*arena, kNotReady);
-    const bool empty = arena->pieces.empty() && arena->retiring.empty() &&
-                       gate_->address_free(arena->base, arena->reserved) == driver::kSuccess;
-    if (empty) {
-      clocks_.let_go(arena->clock);
-    }
-    return empty;
-  });
+  std::erase_if(arenas_, [&](const auto& arena) { return gave_up(*arena); });
+}
+
+// An arena in which nothing is left goes: the driver has its addresses again.
+bool DeviceHeap::gave_up(Arena& arena) {
+  if (!arena.pieces.empty()) {
+    return false;
+  }
+  free_addresses(arena);
+  const bool gone =
+      arena.formers == 0 && gate_->address_free(arena.base, arena.reserved) == driver::kSuccess;
+  if (gone) {
+    clocks_.let_go(arena.clock);
+  }
+  return gone;
 }
 
 Arena* DeviceHeap::arena_of(Address address) const {
@@ -158,11 +179,12 @@ void DeviceHeap::settle(Arena& arena, int not_ready) {
     turned = turned == nullptr ? block : turned;
     --left;
   }
-  sweep_retiring(arena, not_ready);
+  drop_formers(arena, false, not_ready);
 }
 
 const char* DeviceHeap::broken() const {
   Bytes mapped = 0;
+  Bytes former = 0;
   Bytes held = 0;
   Bytes retained = 0;
   for (const auto& arena : arenas_) {
@@ -206,11 +228,20 @@ const char* DeviceHeap::broken() const {
     Bytes physical = 0;
     for (const auto& [address, piece] : arena->pieces) {
       physical += piece.size;
+      if (const char* wrong = broken_piece(*arena, address, piece); wrong != nullptr) {
+        return wrong;
+      }
+      for (const Block* b = piece.former; b != nullptr; b = b->next_former) {
+        former += b->size;
+      }
     }
     if (physical != arena_mapped) {
       return "mapped blocks and physical pieces of an arena differ";
     }
     mapped += arena_mapped;
+  }
+  if (former != counters_.former_bytes) {
+    return "O6: a former address that no piece knows";
   }
   if (mapped != counters_.mapped) {
     return "mapped != free + live + retained + evicting";

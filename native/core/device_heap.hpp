@@ -1,9 +1,10 @@
 // The device heap: arenas, and the physical memory behind them.
 //
 // Physical memory comes in pieces (cuMemCreate). A piece may be mapped at a new address while its
-// old one is still in use by queued work: stream order decides who sees what, and the old address
-// is unmapped once its last use has passed. So memory moves to where a hole is needed without any
-// wait of the host (docs/decisions/0001).
+// old one is still in use by queued work: stream order decides who sees what. So memory moves to
+// where a hole is needed without any wait of the host (docs/decisions/0001). The old address stays
+// mapped: memory that moves there again, as it does in a step like the one before, costs no call of
+// the driver (docs/decisions/0014).
 //
 // Guarded by the device's lock. Nothing here waits for the GPU except `trim`.
 #pragma once
@@ -43,6 +44,12 @@ class DeviceHeap {
   // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
   // Rounds up to whole pieces where that stays below `spare_ceiling`.
   Status grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling = kUnlimited);
+  // Step 6, first: a hole for `bytes` where former addresses, whose memory is idle elsewhere, and
+  // idle blocks lie side by side. Calls nothing of the driver but waits of streams. Null when there
+  // is none.
+  Block* take_up(Arena& arena, Bytes bytes);
+  // A step begins: idle memory serves where it was mapped first.
+  void go_home();
   // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack,
   // into a hole for `bytes`. All or nothing.
   Status gather(Arena& arena, Bytes bytes, Bytes ceiling);
@@ -54,8 +61,10 @@ class DeviceHeap {
   // The graph is gone and the GPU idle: its arenas' memory may serve others.
   void release_graph(std::uint64_t graph);
 
-  // Whether addresses run out for `bytes` while old ones wait for their last use.
+  // Whether addresses run out for `bytes` while former ones are there.
   bool short_of_addresses(const Arena& arena, Bytes bytes) const;
+  // Unmaps the arena's former addresses whose last use is past.
+  void free_addresses(Arena& arena);
   // Whether trimming could give anything back.
   bool has_free_piece() const;
   // Free and evicting, in arenas whose memory may move.
@@ -75,29 +84,46 @@ class DeviceHeap {
     Bytes before = 0;   // free bytes that end where the hole begins
     Bytes missing = 0;  // bytes to map, whole granules
   };
-  struct Move {
-    Arena* from;
-    Address address;
+  // Former addresses and idle blocks side by side.
+  struct Run {
+    Block* first = nullptr;
+    Block* last = nullptr;
+    Bytes bytes = 0;
+    bool found() const { return first != nullptr; }
   };
 
   Bytes piece_for(Bytes bytes) const;
   Place place_for(const Arena& arena, Bytes bytes, Bytes slack) const;
+  driver::Result map(Address address, const Piece& piece);
+  driver::Result unmap(Address address, Bytes bytes);
+  driver::Result set_access(Address address, Bytes bytes);
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
-  void unmap_new(Address address, const std::vector<Piece>& pieces, bool release);
-  std::vector<Move> free_pieces(Arena& arena, const Block* spared, Bytes wanted) const;
-  Status map_moved(Address address, const std::vector<Move>& moves, Bytes lacking,
-                   std::vector<Piece>* pieces);
+  void unmap_new(Address address, const std::vector<Piece>& pieces);
+  void add_pieces(Arena& arena, Address address, const std::vector<Piece>& pieces);
+  std::vector<Piece*> free_pieces(Arena& arena, const Block* spared, Bytes wanted);
+  Status map_moved(Address address, const std::vector<Piece*>& moves, Bytes lacking,
+                   std::vector<Piece>* made);
+  void make_idle(Block* block, const Fence& fence, Seq idle_from);
   void add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence, Seq idle_from);
   Block* carve(Arena& arena, Address address, Bytes bytes);
-  Status fence_moves(const std::vector<Move>& moves, Arena& to, Fence* fence, Seq* idle_from);
-  void retire(Arena& from, Address address, Bytes bytes);
+  Status fence_moves(const std::vector<Piece*>& moves, Arena& to, Fence* fence, Seq* idle_from);
   bool passed(const Block& block) const;
-  void release_piece(Arena& arena, Address address);
-  driver::Result set_access(Address address, Bytes bytes) const;
-  void sweep_retiring(Arena& arena, int not_ready);
+  bool release_piece(Arena& arena, Address address);
   Block* cut(Arena& arena, Block* block, Bytes bytes);
   void drop_empty_arenas();
+  bool gave_up(Arena& arena);
+  // device_heap_former.cpp
+  void move_to(Piece& piece, Arena& arena, Address address);
+  void forget_former(Block* block);
+  void take_back(Block* block, const Fence& fence, Seq idle_from);
+  bool usable(const Block& block) const;
+  bool sound(const Run& run);
+  Run best_run(Arena& arena, Bytes bytes);
+  bool drop_former(Block* block);
+  void drop_formers(Arena& arena, bool all, int not_ready);
 
+  static constexpr std::size_t kMostFormers = 2048;  // of an arena: a search looks at all
+  static constexpr std::uint64_t kOfHeap = std::uint64_t{1} << 63;  // marks its blocks as seen
   static constexpr std::size_t kManyArenas = 32;
 
   Gate& gate_;
@@ -109,6 +135,8 @@ class DeviceHeap {
   Counters& counters_;
   BlockNodes nodes_;
   std::vector<std::unique_ptr<Arena>> arenas_;
+  std::uint64_t turn_ = 0;     // of `sound`
+  std::vector<Piece*> moves_;  // scratch of take_up
 };
 
 }  // namespace stagehand::core

@@ -40,12 +40,25 @@ DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes s
   return best;
 }
 
-void DeviceHeap::unmap_new(Address address, const std::vector<Piece>& pieces, bool release) {
+driver::Result DeviceHeap::map(Address address, const Piece& piece) {
+  ++counters_.map_calls;
+  return gate_->mem_map(address, piece.size, 0, piece.handle, 0);
+}
+
+driver::Result DeviceHeap::unmap(Address address, Bytes bytes) {
+  ++counters_.map_calls;
+  return gate_->mem_unmap(address, bytes);
+}
+
+driver::Result DeviceHeap::set_access(Address address, Bytes bytes) {
+  ++counters_.map_calls;
+  return gate_->mem_set_access(address, bytes, access_.data(), access_.size());
+}
+
+void DeviceHeap::unmap_new(Address address, const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
-    gate_->mem_unmap(address, piece.size);
-    if (release) {
-      gate_->mem_release(piece.handle);
-    }
+    unmap(address, piece.size);
+    gate_->mem_release(piece.handle);
     address += piece.size;
   }
 }
@@ -55,10 +68,10 @@ Status DeviceHeap::create_and_map(Address address, Bytes bytes, std::vector<Piec
   const Address begin = address;
   const std::size_t before = pieces->size();
   while (bytes > 0) {
-    Piece piece{std::min(bytes, piece_bytes), 0};
+    Piece piece{std::min(bytes, piece_bytes)};
     driver::Result result = gate_->mem_create(&piece.handle, piece.size, &prop_, 0);
     if (result == driver::kSuccess) {
-      result = gate_->mem_map(address, piece.size, 0, piece.handle, 0);
+      result = map(address, piece);
       if (result != driver::kSuccess) {
         gate_->mem_release(piece.handle);
       }
@@ -66,7 +79,7 @@ Status DeviceHeap::create_and_map(Address address, Bytes bytes, std::vector<Piec
     if (result != driver::kSuccess) {
       const std::vector<Piece> made(pieces->begin() + static_cast<std::ptrdiff_t>(before),
                                     pieces->end());
-      unmap_new(begin, made, true);
+      unmap_new(begin, made);
       pieces->resize(before);
       return result == driver::kOutOfMemory ? Status::out_of_memory : Status::driver_failed;
     }
@@ -77,17 +90,31 @@ Status DeviceHeap::create_and_map(Address address, Bytes bytes, std::vector<Piec
   return Status::ok;
 }
 
-// Turns the front of a hole into free memory with these ticks.
+void DeviceHeap::add_pieces(Arena& arena, Address address, const std::vector<Piece>& pieces) {
+  for (const Piece& made : pieces) {
+    Piece& piece = arena.pieces.emplace(address, made).first->second;
+    piece.arena = &arena;
+    piece.address = address;
+    address += piece.size;
+  }
+}
+
+// A hole or a former address becomes idle memory behind these ticks.
+void DeviceHeap::make_idle(Block* block, const Fence& fence, Seq idle_from) {
+  Arena& arena = *block->arena;
+  block->fence = fence;
+  block->idle_from = idle_from;
+  const bool settled = clocks_.settled(arena.clock, fence);
+  arena.set_state(block, settled ? BlockState::free : BlockState::evicting);
+}
+
+// The same for the front of a hole, which joins its neighbours.
 void DeviceHeap::add_mapped(Arena& arena, Block* hole, Bytes bytes, const Fence& fence,
                             Seq idle_from) {
   Block* block = bytes < hole->size ? arena.split_front(hole, bytes) : hole;
-  block->fence = fence;
-  block->idle_from = idle_from;
-  if (clocks_.settled(arena.clock, fence)) {
-    arena.set_state(block, BlockState::free);
+  make_idle(block, fence, idle_from);
+  if (block->state == BlockState::free) {
     arena.coalesce(block);
-  } else {
-    arena.set_state(block, BlockState::evicting);
   }
 }
 
@@ -117,14 +144,11 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
     return status;
   }
   if (set_access(address, growth) != driver::kSuccess) {
-    unmap_new(address, pieces, true);
+    unmap_new(address, pieces);
     return Status::driver_failed;
   }
   add_mapped(arena, place.hole, growth, Fence{}, 0);
-  for (const Piece& p : pieces) {
-    arena.pieces.emplace(address, p);
-    address += p.size;
-  }
+  add_pieces(arena, address, pieces);
   counters_.map(growth);
   ++counters_.grows;
   return Status::ok;
@@ -133,11 +157,10 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
 // Whole pieces inside free and evicting blocks until they hold `wanted`: those that are all wanted
 // before one that is larger than what is left, this arena's before others'. Graph arenas keep
 // theirs: a captured graph will use those addresses again.
-std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(Arena& arena, const Block* spared,
-                                                      Bytes wanted) const {
-  std::vector<Move> moves;
+std::vector<Piece*> DeviceHeap::free_pieces(Arena& arena, const Block* spared, Bytes wanted) {
+  std::vector<Piece*> moves;
   Bytes found = 0;
-  Move larger{nullptr, 0};  // the first of all that are
+  Piece* larger = nullptr;  // the first of all that are
   std::vector<const Block*> idle;
   const auto collect = [&](Arena& from, const Block* block) {
     if (block == spared || block->fence.never()) {
@@ -148,10 +171,10 @@ std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(Arena& arena, const Block*
          piece->first + piece->second.size <= block->end();
          ++piece) {
       if (piece->second.size <= wanted - found) {
-        moves.push_back({&from, piece->first});
+        moves.push_back(&piece->second);
         found += piece->second.size;
-      } else if (larger.from == nullptr) {
-        larger = {&from, piece->first};
+      } else if (larger == nullptr) {
+        larger = &piece->second;
       }
     }
     return found < wanted;
@@ -183,7 +206,7 @@ std::vector<DeviceHeap::Move> DeviceHeap::free_pieces(Arena& arena, const Block*
       search(*from);
     }
   }
-  if (found < wanted && larger.from != nullptr) {
+  if (found < wanted && larger != nullptr) {
     moves.push_back(larger);
   }
   return moves;
@@ -212,23 +235,24 @@ Block* DeviceHeap::carve(Arena& arena, Address address, Bytes bytes) {
 // What work on the moved memory must wait for, as ticks in `fence`. Where they are of more clocks
 // than a fence holds, the stream of `to` waits for the rest now, and `idle_from` says from where
 // on.
-Status DeviceHeap::fence_moves(const std::vector<Move>& moves, Arena& to, Fence* fence,
+Status DeviceHeap::fence_moves(const std::vector<Piece*>& moves, Arena& to, Fence* fence,
                                Seq* idle_from) {
-  for (const Move& move : moves) {
-    Block* block = move.from->find(move.address);
+  for (const Piece* piece : moves) {
+    Arena& from = *piece->arena;
+    Block* block = from.find(piece->address);
     Fence all = block->fence;
-    if (block->idle_from >= move.from->clock.upcoming()) {
-      move.from->clock.now();  // named from here on by what may outlive its arena
+    if (block->idle_from >= from.clock.upcoming()) {
+      from.clock.now();  // named from here on by what may outlive its arena
     }
-    if (!all.add({move.from->clock.index(), block->idle_from})) {
-      if (const Status status = clocks_.order_after(move.from->clock, block->fence);
+    if (!all.add({from.clock.index(), block->idle_from})) {
+      if (const Status status = clocks_.order_after(from.clock, block->fence);
           status != Status::ok) {
         return status;
       }
       block->fence.clear();
-      block->idle_from = move.from->clock.upcoming();
+      block->idle_from = from.clock.upcoming();
       all.clear();
-      all.add(move.from->clock.now());
+      all.add(from.clock.now());
     }
     for (const Tick& tick : all) {
       if (fence->add(tick)) {
@@ -243,44 +267,32 @@ Status DeviceHeap::fence_moves(const std::vector<Move>& moves, Arena& to, Fence*
   return Status::ok;
 }
 
-// The piece's old address waits for its last use; its memory already serves elsewhere.
-void DeviceHeap::retire(Arena& from, Address address, Bytes bytes) {
-  Block* block = carve(from, address, bytes);
-  SH_CHECK(block->address == address && block->size == bytes);
-  const bool fits = block->fence.add({from.clock.index(), block->idle_from});
-  SH_CHECK(fits);  // fence_moves has seen to it
-  (void)fits;
-  from.set_state(block, BlockState::retiring);
-  from.retiring.push_back(block);
-  from.pieces.erase(address);
-  counters_.retiring_bytes += bytes;
-}
-
 // The pieces of `moves` and `lacking` bytes of new memory, mapped side by side from `address` on.
-Status DeviceHeap::map_moved(Address address, const std::vector<Move>& moves, Bytes lacking,
-                             std::vector<Piece>* pieces) {
-  Bytes mapped = 0;
+Status DeviceHeap::map_moved(Address address, const std::vector<Piece*>& moves, Bytes lacking,
+                             std::vector<Piece>* made) {
+  std::vector<Bytes> mapped;  // sizes
+  Address end = address;
   Status status = Status::ok;
-  for (const Move& move : moves) {
-    const Piece piece = move.from->pieces.at(move.address);
-    if (gate_->mem_map(address + mapped, piece.size, 0, piece.handle, 0) != driver::kSuccess) {
+  for (const Piece* piece : moves) {
+    if (map(end, *piece) != driver::kSuccess) {
       status = Status::driver_failed;
       break;
     }
-    pieces->push_back(piece);
-    mapped += piece.size;
+    mapped.push_back(piece->size);
+    end += piece->size;
   }
-  const Bytes moved = mapped;
-  const auto borrowed = static_cast<std::ptrdiff_t>(pieces->size());
   if (status == Status::ok && lacking > 0) {
-    status = create_and_map(address + moved, lacking, pieces, piece_for(lacking));
+    status = create_and_map(end, lacking, made, piece_for(lacking));
   }
-  if (status == Status::ok && set_access(address, moved + lacking) != driver::kSuccess) {
+  if (status == Status::ok && set_access(address, end - address + lacking) != driver::kSuccess) {
     status = Status::driver_failed;
   }
   if (status != Status::ok) {
-    unmap_new(address, {pieces->begin(), pieces->begin() + borrowed}, false);
-    unmap_new(address + moved, {pieces->begin() + borrowed, pieces->end()}, true);
+    unmap_new(end, *made);
+    for (const Bytes size : mapped) {
+      unmap(address, size);
+      address += size;
+    }
   }
   return status;
 }
@@ -295,42 +307,34 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
     return Status::out_of_memory;  // looking for the pieces costs more
   }
   const Block* left = place.before > 0 ? place.hole->previous : nullptr;
-  const std::vector<Move> moves = free_pieces(arena, left, place.missing);
+  const std::vector<Piece*> moves = free_pieces(arena, left, place.missing);
   Bytes moved = 0;
-  for (const Move& move : moves) {
-    moved += move.from->pieces.at(move.address).size;
+  for (const Piece* piece : moves) {
+    moved += piece->size;
   }
   const Bytes lacking = place.missing - std::min(moved, place.missing);
-  const Bytes total = moved + lacking;
   if (lacking > 0 && !fits_under(counters_.mapped, lacking, ceiling)) {
     return Status::out_of_memory;
   }
   // Driver calls first; the books change only when all of them have succeeded (rule O4).
   Fence fence;
   Seq idle_from = 0;
-  std::vector<Piece> pieces;
+  std::vector<Piece> made;
+  const Address begin = place.hole->address;
   Status status = fence_moves(moves, arena, &fence, &idle_from);
   if (status == Status::ok) {
-    status = map_moved(place.hole->address, moves, lacking, &pieces);
+    status = map_moved(begin, moves, lacking, &made);
   }
   if (status != Status::ok) {
     return status;
   }
-  for (const Move& move : moves) {
-    retire(*move.from, move.address, move.from->pieces.at(move.address).size);
+  Address address = begin;
+  for (Piece* piece : moves) {
+    move_to(*piece, arena, address);
+    address += piece->size;
   }
-  Tick soon;  // an event close behind, so that the old addresses' last use is seen to pass
-  for (const auto& from : arenas_) {
-    if (!from->retiring.empty() && from->retiring.back()->idle_from >= from->clock.upcoming()) {
-      from->clock.record(&soon);
-    }
-  }
-  Address address = place.hole->address;
-  for (const Piece& piece : pieces) {
-    arena.pieces.emplace(address, piece);
-    address += piece.size;
-  }
-  add_mapped(arena, place.hole, total, fence, idle_from);
+  add_pieces(arena, address, made);
+  add_mapped(arena, place.hole, moved + lacking, fence, idle_from);
   if (lacking > 0) {
     counters_.map(lacking);
   }
@@ -343,10 +347,6 @@ bool DeviceHeap::passed(const Block& block) const {
   const auto done = [&](const Tick& t) { return t.seq == 0 || clocks_.at(t.clock).passed(t.seq); };
   return done({block.arena->clock.index(), block.idle_from}) &&
          std::all_of(block.fence.begin(), block.fence.end(), done);
-}
-
-driver::Result DeviceHeap::set_access(Address address, Bytes bytes) const {
-  return gate_->mem_set_access(address, bytes, access_.data(), access_.size());
 }
 
 Status DeviceHeap::add_peer(int device) {
@@ -363,30 +363,19 @@ Status DeviceHeap::add_peer(int device) {
         access_.pop_back();
         return Status::driver_failed;
       }
+      for (const Block* block = piece.former; block != nullptr; block = block->next_former) {
+        if (set_access(block->address, block->size) != driver::kSuccess) {
+          access_.pop_back();
+          return Status::driver_failed;
+        }
+      }
     }
   }
   return Status::ok;
 }
 
-void DeviceHeap::sweep_retiring(Arena& arena, int not_ready) {
-  for (std::size_t left = arena.retiring.size(); left > 0 && not_ready > 0; --left) {
-    Block* block = arena.retiring.front();
-    arena.retiring.pop_front();
-    if (!passed(*block) || gate_->mem_unmap(block->address, block->size) != driver::kSuccess) {
-      arena.retiring.push_back(block);  // later; the address stays unused until then
-      --not_ready;
-      continue;
-    }
-    counters_.retiring_bytes -= block->size;
-    block->fence.clear();
-    block->idle_from = 0;
-    arena.set_state(block, BlockState::hole);
-    arena.coalesce(block);
-  }
-}
-
 bool DeviceHeap::short_of_addresses(const Arena& arena, Bytes bytes) const {
-  return !arena.retiring.empty() && place_for(arena, bytes, kLargestPiece).hole == nullptr;
+  return arena.formers > 0 && place_for(arena, bytes, kLargestPiece).hole == nullptr;
 }
 
 bool DeviceHeap::has_free_piece() const {
@@ -399,36 +388,43 @@ bool DeviceHeap::has_free_piece() const {
   });
 }
 
-// Gives one piece, free and out of use, back to the driver.
-void DeviceHeap::release_piece(Arena& arena, Address address) {
-  const Piece piece = arena.pieces.at(address);
+// Gives one piece, free and out of use, back to the driver, with its former addresses: mapped at
+// one of them its memory would not be free. False where the driver refuses, or one is in use still.
+bool DeviceHeap::release_piece(Arena& arena, Address address) {
+  Piece& piece = arena.pieces.at(address);
+  while (piece.former != nullptr) {
+    if (!drop_former(piece.former)) {
+      return false;
+    }
+  }
+  if (unmap(address, piece.size) != driver::kSuccess) {
+    return false;
+  }
   gate_->mem_release(piece.handle);
   Block* block = carve(arena, address, piece.size);
   block->fence.clear();
   block->idle_from = 0;
   arena.set_state(block, BlockState::hole);
   arena.coalesce(block);
-  arena.pieces.erase(address);
   counters_.mapped -= piece.size;
+  arena.pieces.erase(address);
+  return true;
 }
 
 Bytes DeviceHeap::trim(Bytes target) {
   for (const auto& arena : arenas_) {
     settle(*arena, std::numeric_limits<int>::max());
   }
-  if (counters_.retiring_bytes > 0) {
-    return 0;  // memory still mapped at an old address would not really be released
-  }
   const Bytes before = counters_.mapped;
   for (const auto& arena : arenas_) {
     for (auto piece = arena->pieces.begin();
          arena->key.graph == 0 && piece != arena->pieces.end() && counters_.mapped > target;) {
-      const auto [address, held] = *piece++;
+      const Address address = piece->first;
+      const Bytes size = (piece++)->second.size;
       const Block* block = arena->find(address);
       // Free may mean that the arena's stream waits for a copy: unmapping takes more, that it is
       // done.
-      if (block->state == BlockState::free && block->end() >= address + held.size &&
-          passed(*block) && gate_->mem_unmap(address, held.size) == driver::kSuccess) {
+      if (block->state == BlockState::free && block->end() >= address + size && passed(*block)) {
         release_piece(*arena, address);
       }
     }
@@ -453,23 +449,16 @@ void DeviceHeap::release_graph(std::uint64_t graph) {
       arena->coalesce(block);
     }
     for (auto piece = arena->pieces.begin(); piece != arena->pieces.end();) {
-      const auto [address, held] = *piece++;
+      const Address address = piece->first;
+      const Bytes size = (piece++)->second.size;
       const Block* block = arena->find(address);
-      if (block->state == BlockState::free && block->end() >= address + held.size &&
-          gate_->mem_unmap(address, held.size) == driver::kSuccess) {
+      if (block->state == BlockState::free && block->end() >= address + size) {
         release_piece(*arena, address);
       }
     }
     arena->retired = true;
   }
-  std::erase_if(arenas_, [&](const auto& arena) {
-    const bool empty = arena->retired && arena->pieces.empty() && arena->retiring.empty() &&
-                       gate_->address_free(arena->base, arena->reserved) == driver::kSuccess;
-    if (empty) {
-      clocks_.let_go(arena->clock);
-    }
-    return empty;
-  });
+  std::erase_if(arenas_, [&](const auto& arena) { return arena->retired && gave_up(*arena); });
 }
 
 }  // namespace stagehand::core

@@ -64,6 +64,7 @@ Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
 }
 
 bool HeapStore::begin_step(Bytes target) {
+  heap_.go_home();
   return d_.counters.mapped > target && heap_.has_free_piece();
 }
 
@@ -124,6 +125,7 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
     if (block == nullptr && !waited && heap_.short_of_addresses(arena, bytes)) {
       waited = true;
       d_.room.wait_for_gpu(entry);
+      heap_.free_addresses(arena);
       continue;
     }
     if (block == nullptr) {
@@ -163,7 +165,10 @@ Block* HeapStore::room_without_evicting(Arena& arena, Bytes bytes) {
   if (Block* block = take_idle_window(arena, bytes); block != nullptr) {
     return block;
   }
-  if (heap_.gather(arena, bytes, d_.ceiling()) == Status::ok) {  // step 6, without a wait
+  if (Block* block = heap_.take_up(arena, bytes); block != nullptr) {  // step 6, without a wait
+    return block;
+  }
+  if (heap_.gather(arena, bytes, d_.ceiling()) == Status::ok) {
     if (Block* block = heap_.take(arena, bytes); block != nullptr) {
       return block;
     }

@@ -2,10 +2,10 @@
 // Guarded by the device's lock.
 //
 // What is queued on one stream can reach the copy engine in one go and hold up the copies of others
-// until all of it is done. So copies go in pieces on two streams in turn, each behind the last: that
-// lets others through in between. On an H200 a foreign copy of 64 KiB took 0.22 ms (p99) beside
-// pieces of 16 MiB, which cost the lane 1.5 % of the link; beside whole copies it waited for all that
-// was queued (decision 9).
+// until all of it is done. So copies go in pieces on two streams in turn, each behind the last:
+// that lets others through in between. On an H200 a foreign copy of 64 KiB took 0.22 ms (p99)
+// beside pieces of 16 MiB, which cost the lane 1.5 % of the link; beside whole copies it waited for
+// all that was queued (decision 9).
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@ namespace stagehand::core {
 // clang-format off
 #define STAGEHAND_BLOCK_STATES(X)                                                                  \
   X(hole,     "address only, nothing mapped")                                                      \
-  X(retiring, "its physical memory has been mapped elsewhere; unmapped once its last use is past")  \
+  X(former,   "still mapped, but its physical memory serves elsewhere")                            \
   X(free,     "mapped, reusable by its own stream at once")                                        \
   X(evicting, "mapped, reusable behind its fence: a copy or another stream may still name it")     \
   X(live,     "torch, or a tensor made again over it, can reach it")                               \
@@ -24,11 +24,13 @@ namespace stagehand::core {
   X(hole,     evicting, "memory that queued work still names was mapped there")                    \
   X(free,     live,     "handed out")                                                              \
   X(free,     hole,     "given back to the driver")                                                \
-  X(free,     retiring, "its memory moved elsewhere")                                              \
+  X(free,     former,   "its memory moved elsewhere")                                              \
   X(evicting, free,     "its fence is settled")                                                    \
   X(evicting, live,     "handed out behind its fence")                                             \
-  X(evicting, retiring, "its memory moved elsewhere, behind its fence")                            \
-  X(retiring, hole,     "its last use is past, and it was unmapped")                               \
+  X(evicting, former,   "its memory moved elsewhere, behind its fence")                            \
+  X(former,   free,     "its memory moved back")                                                   \
+  X(former,   evicting, "its memory moved back, and queued work still names it")                   \
+  X(former,   hole,     "its last use is past, and it was unmapped")                               \
   X(live,     retained, "its last owner left, a record needs it")                                  \
   X(live,     free,     "its last owner left, nobody needs it")                                    \
   X(live,     evicting, "the same, and a copy or another stream still names it")                   \
@@ -119,7 +121,7 @@ class Stated {
 };
 
 constexpr bool is_mapped(BlockState state) {
-  return state != BlockState::hole && state != BlockState::retiring;
+  return state != BlockState::hole && state != BlockState::former;
 }
 constexpr bool is_idle(BlockState state) {
   return state == BlockState::free || state == BlockState::evicting;

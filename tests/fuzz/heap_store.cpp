@@ -55,9 +55,9 @@ std::string HeapStore::left() {
     each->trim(0);
     each->trim(0);  // what retired in the first
     const core::Counters now = each->counters();
-    if (now.mapped != 0 || now.retiring_bytes != 0) {
-      return "mapped is " + std::to_string(now.mapped) + ", retiring " +
-             std::to_string(now.retiring_bytes);
+    if (now.mapped != 0 || now.former_bytes != 0) {
+      return "mapped is " + std::to_string(now.mapped) + ", former " +
+             std::to_string(now.former_bytes);
     }
   }
   return "";

@@ -79,10 +79,13 @@ class Campaign {
   }
 
   int report() const {
-    std::printf("%llu programs, %llu operations, %llu evicted, %llu restored, %llu prefetched\n",
-                number(programs_), number(sum_.operations),
-                number(sum_.counters.dirty_evictions + sum_.counters.clean_evictions),
-                number(sum_.counters.restores), number(sum_.counters.prefetches));
+    std::printf(
+        "%llu programs, %llu operations, %llu evicted, %llu restored, %llu prefetched, "
+        "%llu gathered, %llu taken up\n",
+        number(programs_), number(sum_.operations),
+        number(sum_.counters.dirty_evictions + sum_.counters.clean_evictions),
+        number(sum_.counters.restores), number(sum_.counters.prefetches),
+        number(sum_.counters.gathers), number(sum_.counters.take_ups));
     for (const auto& [kind, count] : kinds_) {
       std::printf("%6llu x %s\n", number(count), kind.c_str());
     }

@@ -170,7 +170,7 @@ TEST("unmapped blocks are not found, and holes join") {
   Range range(64_MiB);
   Block* a = range.open(4_MiB, BlockState::free);
   Block* b = range.open(4_MiB, BlockState::live);
-  range.arena.set_state(a, BlockState::retiring);
+  range.arena.set_state(a, BlockState::former);
   CHECK(range.arena.find(kBase) == nullptr);
   CHECK(range.arena.find(kBase + 4_MiB) == b);
   range.arena.set_state(a, BlockState::hole);

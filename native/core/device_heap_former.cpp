@@ -1,0 +1,217 @@
+// Former addresses of pieces: where memory served before it moved, and is mapped still.
+#include <limits>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/device_heap.hpp"
+
+namespace stagehand::core {
+
+// The piece serves at another address from here on, and its old one becomes a former address. The
+// new one is mapped, and what is queued there comes behind all work on the old one.
+void DeviceHeap::move_to(Piece& piece, Arena& arena, Address address) {
+  Arena& from = *piece.arena;
+  Block* block = carve(from, piece.address, piece.size);
+  SH_CHECK(block->address == piece.address && block->size == piece.size);
+  const bool fits = block->fence.add({from.clock.index(), block->idle_from});
+  SH_CHECK(fits);  // fence_moves has seen to it
+  (void)fits;
+  from.set_state(block, BlockState::former);
+  block->piece = &piece;
+  block->next_former = piece.former;
+  piece.former = block;
+  piece.home = piece.home == nullptr ? block : piece.home;
+  counters_.former_bytes += piece.size;
+  auto node = from.pieces.extract(piece.address);  // the piece stays where it is in memory
+  piece.arena = &arena;
+  piece.address = address;
+  node.key() = address;
+  arena.pieces.insert(std::move(node));
+}
+
+// The block is no former address of its piece any more.
+void DeviceHeap::forget_former(Block* block) {
+  Block** link = &block->piece->former;
+  while (*link != block) {
+    link = &(*link)->next_former;
+  }
+  *link = block->next_former;
+  block->piece->home = block->piece->home == block ? nullptr : block->piece->home;
+  block->piece = nullptr;
+  block->next_former = nullptr;
+  counters_.former_bytes -= block->size;
+}
+
+// The piece serves at one of its former addresses again.
+void DeviceHeap::take_back(Block* block, const Fence& fence, Seq idle_from) {
+  Piece& piece = *block->piece;
+  const bool home = piece.home == block;
+  forget_former(block);
+  move_to(piece, *block->arena, block->address);
+  piece.home = home ? nullptr : piece.home;
+  make_idle(block, fence, idle_from);
+}
+
+// Idle pieces serve where they were mapped first again: a step that begins as the one before began
+// finds the same holes, and takes up the addresses that the one before had to map.
+void DeviceHeap::go_home() {
+  if (counters_.former_bytes == 0) {
+    return;
+  }
+  moves_.clear();
+  for (const auto& arena : arenas_) {
+    for (auto& [address, piece] : arena->pieces) {
+      if (piece.home != nullptr && usable(*piece.home)) {
+        moves_.push_back(&piece);
+      }
+    }
+  }
+  std::vector<Piece*> one(1);
+  for (Piece* piece : moves_) {
+    Block* home = piece->home;
+    Fence fence;
+    Seq idle_from = 0;
+    one.front() = piece;
+    if (fence_moves(one, *home->arena, &fence, &idle_from) != Status::ok) {
+      return;
+    }
+    take_back(home, fence, idle_from);
+    if (home->state == BlockState::free) {
+      home->arena->coalesce(home);
+    }
+  }
+}
+
+// Idle, or a former address whose piece lies whole in idle memory that may move.
+bool DeviceHeap::usable(const Block& block) const {
+  if (is_idle(block.state)) {
+    return !block.fence.never();
+  }
+  if (block.state != BlockState::former) {
+    return false;
+  }
+  const Piece& piece = *block.piece;
+  const Block* now = piece.arena->find(piece.address);
+  return piece.arena->key.graph == 0 && is_idle(now->state) && !now->fence.never() &&
+         now->address <= piece.address && piece.address + piece.size <= now->end();
+}
+
+// Whether no two blocks of the run are the same memory.
+bool DeviceHeap::sound(const Run& run) {
+  ++turn_;
+  for (const Block* b = run.first;; b = b->next) {
+    if (b->state == BlockState::former) {
+      Piece& piece = *b->piece;
+      const bool inside = piece.address >= run.first->address && piece.address < run.last->end();
+      if (inside || std::exchange(piece.seen, turn_) == turn_) {
+        return false;
+      }
+    }
+    if (b == run.last) {
+      return true;
+    }
+  }
+}
+
+// The shortest run that holds the request, so that a step takes what the one before took; of those
+// the one at the lowest address.
+DeviceHeap::Run DeviceHeap::best_run(Arena& arena, Bytes bytes) {
+  constexpr int kUnsound = 64;  // runs that turn out to be no good, at most
+  const std::uint64_t search = ++turn_ | kOfHeap;
+  Run best;
+  int unsound = 0;
+  for (Block* former = arena.former.first(); former != nullptr; former = former->bin_next) {
+    if (former->seen == search || !usable(*former)) {
+      continue;
+    }
+    Block* first = former;
+    while (first->previous != nullptr && usable(*first->previous)) {
+      first = first->previous;
+    }
+    // Two ends that only move forward: from each first block on the shortest that holds it.
+    Run run{first, first, 0};
+    for (Block* last = first; last != nullptr && usable(*last); last = last->next) {
+      last->seen = search;
+      run.last = last;
+      run.bytes += last->size;
+      for (; run.bytes >= bytes; run.first = run.first->next) {
+        const bool better = !best.found() || run.bytes < best.bytes ||
+                            (run.bytes == best.bytes && run.first->address < best.first->address);
+        if (better && unsound < kUnsound) {
+          const bool good = sound(run);
+          best = good ? run : best;
+          unsound += good ? 0 : 1;
+        }
+        run.bytes -= run.first->size;
+      }
+    }
+  }
+  return best;
+}
+
+Block* DeviceHeap::take_up(Arena& arena, Bytes bytes) {
+  if (arena.formers == 0 || idle_bytes() < bytes) {
+    return nullptr;
+  }
+  const Run run = best_run(arena, bytes);
+  if (!run.found()) {
+    return nullptr;
+  }
+  moves_.clear();
+  for (Block* b = run.first;; b = b->next) {
+    if (b->state == BlockState::former) {
+      moves_.push_back(b->piece);
+    }
+    if (b == run.last) {
+      break;
+    }
+  }
+  Fence fence;
+  Seq idle_from = 0;
+  if (fence_moves(moves_, arena, &fence, &idle_from) != Status::ok) {
+    return nullptr;
+  }
+  for (Block* b = run.first;; b = b->next) {
+    if (b->state == BlockState::former) {
+      take_back(b, fence, idle_from);
+    }
+    if (b == run.last) {
+      break;
+    }
+  }
+  ++counters_.take_ups;
+  return take_run(arena, run.first, run.last, bytes);
+}
+
+// False where its last use is not known to be past, or the driver refuses.
+bool DeviceHeap::drop_former(Block* block) {
+  if (!passed(*block) || unmap(block->address, block->size) != driver::kSuccess) {
+    return false;
+  }
+  forget_former(block);
+  block->fence.clear();
+  block->idle_from = 0;
+  block->arena->set_state(block, BlockState::hole);
+  block->arena->coalesce(block);
+  return true;
+}
+
+// Those over the caps, or all, those first that were made first.
+void DeviceHeap::drop_formers(Arena& arena, bool all, int not_ready) {
+  for (std::size_t left = arena.formers; left > 0 && not_ready > 0; --left) {
+    if (!all && arena.formers <= kMostFormers && arena.former_bytes <= arena.reserved / 2) {
+      return;
+    }
+    Block* block = arena.former.first();
+    if (!drop_former(block)) {
+      arena.former.move_to_back(block);  // later; the address stays unused until then
+      --not_ready;
+    }
+  }
+}
+
+void DeviceHeap::free_addresses(Arena& arena) {
+  drop_formers(arena, true, std::numeric_limits<int>::max());
+}
+
+}  // namespace stagehand::core
