@@ -24,8 +24,8 @@ PYTHON_SOURCES := $(wildcard stagehand_alloc tests benchmarks tools)
 .PHONY: help
 help:
 	@echo "make demo      train a small model inside a budget it does not fit (simulated GPU: no GPU needed)"
-	@echo "make test      Python and native tests on the simulated GPU"
-	@echo "make check     formatting, lint, types, layout, native tests under sanitizers"
+	@echo "make test      Python and native tests on the simulated GPU, the native ones under sanitizers"
+	@echo "make check     formatting, lint, types, layout, tests with threads under the thread sanitizer"
 	@echo "make fuzz      ten million random operations, every driver call failing in turn: half an hour"
 	@echo "make format    reformat the sources"
 	@echo "make gpu-test  tests/gpu on a real GPU, with the python3 of this machine"
@@ -76,12 +76,12 @@ test-python: setup
 
 .PHONY: test-native
 test-native: setup
-	$(call native-tests,release,-DSTAGEHAND_CHECKS=1)
-	$(CTEST) --test-dir build/release
+	$(call native-tests,address,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=address)
+	$(CTEST) --test-dir build/address
 
 .PHONY: check
 check: setup
-	$(BESIDE) check-text check-sanitizers
+	$(BESIDE) check-text check-threads
 
 .PHONY: check-text
 check-text: check-format check-lint check-types check-layout
@@ -103,11 +103,9 @@ check-types: setup
 check-layout: setup
 	$(PY) -m pytest -q tests/python/test_layout.py
 
-.PHONY: check-sanitizers
-check-sanitizers: setup
-	$(call native-tests,address,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=address)
-	$(CTEST) --test-dir build/address
-	$(call native-tests,thread,-DSTAGEHAND_CHECKS=2 -DSTAGEHAND_SANITIZE=thread,--target native_tests)
+.PHONY: check-threads
+check-threads: setup
+	$(call native-tests,thread,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=thread,--target native_tests)
 	$(CTEST) --test-dir build/thread
 
 # docs/testing.md. SEED=n: that seed alone, printed as short as it still fails; PROGRAM=file: a

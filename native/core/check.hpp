@@ -1,8 +1,8 @@
-// Assertions in tiers by cost, and the switches that break a rule on purpose.
+// Assertions, and the switches that break a rule on purpose.
 //
-// STAGEHAND_CHECKS: 0 none (release), 1 those that cost a compare, 2 whole-structure walks too.
-// A failed check prints and aborts: it exists in builds for tests only, so it never ends a user's
-// process. What a release build must survive is a Status, not a check.
+// STAGEHAND_CHECKS: 0 none (release), 1 those that cost a compare. A failed check prints and
+// aborts: it exists in builds for tests only, so it never ends a user's process. What a release
+// build must survive is a Status, not a check.
 #pragma once
 
 #include <cstdio>
@@ -19,7 +19,7 @@ namespace stagehand::core {
   std::abort();
 }
 
-#if STAGEHAND_CHECKS >= 1
+#if STAGEHAND_CHECKS
 #define SH_CHECK(condition) \
   ((condition) ? (void)0 : ::stagehand::core::check_failed(#condition, __FILE__, __LINE__))
 #else
@@ -31,6 +31,7 @@ namespace stagehand::core {
 enum class Rule { none, S1, S2, S3, S4, S5, S6 };
 
 #ifdef STAGEHAND_TESTING
+inline bool pinned_is_touched = true;   // set before any other thread runs
 inline Rule planted_rule = Rule::none;  // set before any other thread runs
 inline bool holds(Rule rule) { return planted_rule != rule; }
 #else

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <system_error>
 
+#include "core/check.hpp"
+
 namespace stagehand::core {
 
 namespace {
@@ -31,6 +33,12 @@ void prefer_node(void* memory, Bytes size, int node) {
   (void)memory, (void)size, (void)node;
 #endif
 }
+
+#ifdef STAGEHAND_TESTING
+bool touches() { return pinned_is_touched; }
+#else
+constexpr bool touches() { return true; }
+#endif
 
 void touch(std::byte* begin, const std::byte* end) {
   for (volatile std::byte* at = begin; at < end; at += 4_KiB) {
@@ -80,7 +88,7 @@ void unmap_host(std::byte* host, Bytes size) {
 // Registering memory that is not yet backed faults it page by page in one thread; several threads
 // touching huge pages first are about five times faster.
 void Toucher::start(std::byte* host, Bytes size) {
-  if (size < kTouchThreshold) {
+  if (size < kTouchThreshold || !touches()) {
     return;
   }
   const unsigned count = std::clamp(std::thread::hardware_concurrency(), 1u, kTouchThreads);
