@@ -10,8 +10,9 @@
 namespace stagehand::core {
 
 namespace {
-// Small blocks: 8 of them at most start in a page. Large ones: a page is a mapping granule.
-constexpr unsigned kSmallPageShift = 12;
+// Small blocks: 16 of them at most start in a page, and 1 MiB is 128 pages to fill in. Large ones: a
+// page is a mapping granule.
+constexpr unsigned kSmallPageShift = 13;
 constexpr unsigned kLargePageShift = 21;
 }  // namespace
 
