@@ -10,8 +10,8 @@
 namespace stagehand::core {
 
 namespace {
-// Small blocks: 16 of them at most start in a page, and 1 MiB is 128 pages to fill in. Large ones: a
-// page is a mapping granule.
+// Small blocks: 16 of them at most start in a page, and 1 MiB is 128 pages to fill in. Large ones:
+// a page is a mapping granule.
 constexpr unsigned kSmallPageShift = 13;
 constexpr unsigned kLargePageShift = 21;
 }  // namespace

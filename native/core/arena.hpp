@@ -72,6 +72,7 @@ struct Arena {
   std::map<Address, Piece> pieces;  // that serve here, by address
   Bytes former_bytes = 0;
   std::size_t formers = 0;
+  bool asked = false;    // for memory, since a step began
   bool retired = false;  // served a graph that is gone: given up once it is empty
 
   bool contains(Address address) const { return address - base < reserved; }

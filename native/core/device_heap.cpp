@@ -59,6 +59,7 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
   const ArenaKey key{stream, bytes <= kSmallLimit, graph};
   for (const auto& arena : arenas_) {
     if (arena->key == key && !arena->retired) {
+      arena->asked = true;
       return arena.get();
     }
   }
@@ -80,6 +81,7 @@ Arena* DeviceHeap::arena_for(driver::Stream stream, Bytes bytes, std::uint64_t g
     return nullptr;
   }
   clocks_.hold(arenas_.back()->clock);
+  arenas_.back()->asked = true;
   return arenas_.back().get();
 }
 

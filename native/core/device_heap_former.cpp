@@ -53,15 +53,13 @@ void DeviceHeap::take_back(Block* block, const Fence& fence, Seq idle_from) {
 }
 
 // Idle pieces serve where they were mapped first again: a step that begins as the one before began
-// finds the same holes, and takes up the addresses that the one before had to map.
+// finds the same holes, and takes up the addresses that the one before had to map. Not those of
+// streams that nobody used in that step: what is empty of them can go.
 void DeviceHeap::go_home() {
-  if (counters_.former_bytes == 0) {
-    return;
-  }
   moves_.clear();
   for (const auto& arena : arenas_) {
     for (auto& [address, piece] : arena->pieces) {
-      if (piece.home != nullptr && usable(*piece.home)) {
+      if (piece.home != nullptr && piece.home->arena->asked && usable(*piece.home)) {
         moves_.push_back(&piece);
       }
     }
@@ -73,12 +71,15 @@ void DeviceHeap::go_home() {
     Seq idle_from = 0;
     one.front() = piece;
     if (fence_moves(one, *home->arena, &fence, &idle_from) != Status::ok) {
-      return;
+      break;
     }
     take_back(home, fence, idle_from);
     if (home->state == BlockState::free) {
       home->arena->coalesce(home);
     }
+  }
+  for (const auto& arena : arenas_) {
+    arena->asked = false;
   }
 }
 

@@ -247,6 +247,26 @@ TEST(
   t.verify();
 }
 
+TEST(
+    "memory does not go home to a stream that nobody uses any more, whose addresses are given "
+    "back") {
+  Heap t;
+  driver::Stream old = t.rig.stream();
+  t.give(t.grown(t.arena(old), 32_MiB));
+  t.heap.go_home();  // from here on nobody asks there
+  t.heap.gather(t.arena(), 32_MiB, 32_MiB);
+  t.heap.go_home();
+  CHECK(t.arena().find(t.arena().first->address) != nullptr);
+  stagehand_sim_drain();
+  for (int i = 0; i < 40; ++i) {
+    t.arena(t.rig.stream());
+  }
+  for (const auto& arena : t.heap.arenas()) {
+    CHECK(arena->key.stream != old);
+  }
+  t.verify();
+}
+
 TEST("a run of former addresses that holds the same memory twice is not taken up") {
   Heap t;
   Arena& other = t.arena(t.rig.stream());
