@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-COPIES = ("Memcpy", "Memset")  # how the profiler's names of what is no kernel begin
+# How the names of what does not compute begin: NCCL's kernels wait for other GPUs.
+NO_KERNELS = ("Memcpy", "Memset", "nccl")
 LEAST_NS = 2_000  # between two kernels that are queued already
 LONGEST = 5
 NAME = 60
@@ -34,29 +35,37 @@ class Span:
         return self.end_ns - self.start_ns
 
 
+@dataclasses.dataclass
+class Recorded:
+    """`calls`: the host's calls to CUDA that the profiler shows: count and ms by name."""
+
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    calls: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Span]]:
-    """The device's work while entered; in the list afterwards."""
-    spans: list[Span] = []
+def recorded() -> Iterator[Recorded]:
+    """What the device and the host do while entered; known afterwards."""
+    found = Recorded()
     profile: Any = torch.profiler.profile
     with profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        yield spans
+        yield found
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():
-        on_device = "CUDA" in str(event.device_type())
-        if on_device and event.duration_ns() > 0 and not _is_note(event):
-            start = event.start_ns()
-            stream = event.device_resource_id()
-            spans.append(Span(event.name(), stream, start, start + event.duration_ns()))
+        name, start, ns = event.name(), event.start_ns(), event.duration_ns()
+        if ns <= 0 or event.is_user_annotation():
+            continue
+        if "CUDA" in str(event.device_type()):
+            found.spans.append(Span(name, event.device_resource_id(), start, start + ns))
+        elif name.startswith("cu"):
+            one = found.calls.setdefault(name, {"calls": 0, "ms": 0.0})
+            one["calls"] += 1
+            one["ms"] = round(one["ms"] + ns / 1e6, 4)
 
 
-def _is_note(event: Any) -> bool:
-    """A range that a program named, and no work."""
-    return hasattr(event, "is_user_annotation") and bool(event.is_user_annotation())
-
-
-def described(spans: Sequence[Span]) -> dict[str, Any]:
+def described(recorded: Recorded) -> dict[str, Any]:
     """The compute stream's time, idle time and longest gaps, in milliseconds."""
+    spans = recorded.spans
     stream = compute_stream(spans)
     if stream is None:
         return {"seen": False, "why": "no kernel was recorded"}
@@ -84,6 +93,7 @@ def described(spans: Sequence[Span]) -> dict[str, Any]:
             for start, end, name in longest
         ],
         "other_streams_ms": meanwhile(others, began, reached, most=8),
+        "host_calls": dict(sorted(recorded.calls.items(), key=lambda item: -item[1]["ms"])),
     }
 
 
@@ -91,7 +101,7 @@ def compute_stream(spans: Sequence[Span]) -> int | None:
     """The stream whose kernels take longest together."""
     total: dict[int, int] = {}
     for span in spans:
-        if not span.name.startswith(COPIES):
+        if not span.name.startswith(NO_KERNELS):
             total[span.stream] = total.get(span.stream, 0) + span.ns
     return max(total, key=lambda stream: total[stream], default=None)
 

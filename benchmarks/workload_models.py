@@ -16,7 +16,6 @@ from typing import Any
 import models
 import torch
 import torch.nn.functional as F
-from models import GPT, GPTShape
 from torch import Tensor, nn
 from workload_networks import (
     Compiled,
@@ -27,6 +26,9 @@ from workload_networks import (
     UNet3d,
     VideoTransformer,
 )
+
+from stagehand_alloc._demo_gpt import GPT
+from stagehand_alloc._demo_gpt import Shape as GPTShape
 
 Around = Callable[[], AbstractContextManager[Any]]
 Phase = Callable[[str], None]

@@ -41,14 +41,17 @@ class VideoBlock(nn.Module):
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (time + self.modulation).unbind()
         x = x + gate * self._attend(_normed(x) * (1 + scale) + shift)
         y = _normed(x) * (1 + scale_mlp) + shift_mlp
-        return x + gate_mlp * self.down(F.gelu(self.up(y), approximate="tanh"))
+        y = self.down(F.gelu(self.up(y), approximate="tanh"))
+        z: Tensor = x + gate_mlp * y
+        return z
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
         by_head = (batch, tokens, self.heads, width // self.heads)
         q, k, v = self.q(x).view(by_head), self.k(x).view(by_head), self.v(x).view(by_head)
         q, k = (F.rms_norm(part, by_head[-1:]) for part in (q, k))
-        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v)
         merged: Tensor = self.merge(mixed.transpose(1, 2).reshape(batch, tokens, width))
         return merged
 

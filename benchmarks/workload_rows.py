@@ -20,7 +20,7 @@ TO = {
     "larger": "plain torch or the bound, the larger",
 }
 COUNTERS = ("evicted_bytes", "restored_bytes")
-EVENTS = ("stall_count", "prefetch_lates", "host_waits", "gathers", "misses")
+EVENTS = ("stall_count", "prefetch_lates", "host_waits", "gathers", "map_calls", "misses")
 
 
 def rows_of(name: str, case: Case, measured: Measured) -> list[Row]:
@@ -75,15 +75,24 @@ def time_rows(case: Case, measured: Measured, key: str, label: str) -> list[Row]
 
 
 def mapping_rows(case: Case, measured: Measured, key: str, label: str) -> list[Row]:
-    found = measured.calls.get(key, {})
-    if not found.get("seen"):
-        return []
-    mapping = found["mapping"]
-    calls = int(mapping["calls"] + found["mapping_elsewhere"]["calls"])
+    """Of the step in which calls were seen, torch's own included; of ours in all timed steps."""
+    found, ours = measured.calls.get(key, {}), per_step(measured, key, "map_calls")
+    seen = found.get("seen", False)
+    calls = int(found["mapping"]["calls"] + found["mapping_elsewhere"]["calls"]) if seen else 0
     if case.varying:
         claim = f"{label}: ms of a step's {calls} map, access and unmap calls"
-        return [Row(claim, mapping["ms"], at_most=MAPPING_MS)]
-    return [Row(f"{label}: map, access and unmap calls in a learned step", calls, at_most=0)]
+        return [Row(claim, found["mapping"]["ms"], at_most=MAPPING_MS)] if seen else []
+    if not seen and not key.startswith("allocator"):
+        return []
+    claim = f"{label}: map, access and unmap calls in a learned step"
+    return [Row(claim, max(calls, ours), at_most=0)]
+
+
+def per_step(measured: Measured, key: str, counter: str) -> float:
+    """How much a counter rose per timed step."""
+    turns = measured.turns[key].values()
+    steps = sum(len(one["steps"]) for one in turns)
+    return float(sum(one["gained"].get(counter, 0) for one in turns) / steps)
 
 
 def same_budget_rows(name: str, measured: Measured, budget: str) -> list[Row]:
@@ -96,12 +105,13 @@ def same_budget_rows(name: str, measured: Measured, budget: str) -> list[Row]:
 
 def peak_of(measured: Measured, key: str) -> int:
     """Mapped or reserved at most, in timed steps."""
-    return max((one["mapped_peak"] for one in measured.turns.get(key, {}).values()), default=0)
+    turns = measured.turns.get(key, {})
+    return max((int(one["mapped_peak"]) for one in turns.values()), default=0)
 
 
 def over_high(measured: Measured, key: str) -> int:
     """Counted or seen in timed steps."""
-    counted = sum(one["gained"]["overshoot_bytes"] for one in measured.turns[key].values())
+    counted = sum(int(one["gained"]["overshoot_bytes"]) for one in measured.turns[key].values())
     return max(0, counted, peak_of(measured, key) - measured.budgets[key.split()[1]].high)
 
 
@@ -131,24 +141,27 @@ def summary_of(case: Case, measured: Measured) -> dict[str, dict[str, Any]]:
             mine = measured.step_ms(case, key)
             one["to_plain"] = round(ratio(mine, measured.step_ms(case, "plain")), 4)
         if " " in key and "plain" in measured.turns:
-            one.update(_of_ours(case, measured, key, len(steps)))
+            one.update(_of_ours(case, measured, key))
         one.update(_waits(measured, key))
         found[key] = one
     return found
 
 
-def _of_ours(case: Case, measured: Measured, key: str, steps: int) -> dict[str, Any]:
+def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
     budget, mine = key.split()[1], measured.step_ms(case, key)
     bounds = measured.bounds_ms(case, budget)
     one: dict[str, Any] = {"to_bound": round(ratio(mine, bounds), 4)}
     one["bound_to_plain"] = round(ratio(bounds, measured.step_ms(case, "plain")), 4)
-    gained = [turn["gained"] for turn in measured.turns[key].values()]
     for counter in (*COUNTERS, *EVENTS):
-        total = sum(each.get(counter, 0) for each in gained) / steps
+        total = per_step(measured, key, counter)
         if counter in COUNTERS:
             one[counter.replace("bytes", "gib_per_step")] = round(total / GIB, 3)
         else:
             one[f"{counter}_per_step"] = round(total, 2)
+    one["stall_ms_per_step"] = round(per_step(measured, key, "stall_ns") / 1e6, 2)
+    if not case.varying:
+        need = measured.need(case, budget, measured.memory["peak"])
+        one["need_gib"] = round(need / GIB, 3)
     if budget != FREE:
         one["high_gib"] = round(measured.budgets[budget].high / GIB, 3)
         one["over_high_bytes"] = over_high(measured, key)

@@ -214,8 +214,9 @@ class CaseRun:
         self._lead = max(pace.lead_steps, min(6, math.ceil(pace.lead_seconds * 1e3 / plain_ms)))
         steps = round(pace.seconds * 1e3 / plain_ms)
         self._count = max(pace.steps, min(MOST_STEPS, steps))
-        self.measured.memory = self._worker("plain").ask("memory")
         self._try("allocator", self._prepare_allocator)
+        if not self.measured.memory:
+            self.measured.memory = torch.ask("memory", mode="plain")
         start, peak = self.measured.memory["start"], self.measured.memory["peak"]
         for budget in self.case.bars:
             if budget != FREE:
@@ -233,7 +234,7 @@ class CaseRun:
         worker = self._worker("allocator")
         for number in (1, 2):
             worker.ask("single", mode="plain", number=number)
-        self.measured.memory = worker.ask("memory")
+        self.measured.memory = worker.ask("memory", mode="plain")
 
     def _ask_for_pools(self, key: str, pools: dict[str, Any]) -> None:
         self._worker(key).ask("budgets", budgets=pools)
@@ -241,6 +242,7 @@ class CaseRun:
     def _first(self, key: str) -> None:
         """The first step inside the budget, others that learn, and that step once more."""
         worker, budget = self._worker(key), key.split()[1]
+        worker.ask("single", mode="plain", number=1)  # as before training: pinning has begun
         first = worker.ask("single", mode=budget, number=0)
         for number in range(1, 1 + WARM_STEPS):
             worker.ask("single", mode=budget, number=number)
@@ -254,7 +256,7 @@ class CaseRun:
             mode=_mode(key),
             number=number,
             count=self._count,
-            lead=self._lead,
+            lead=self._lead if " " in key else max(1, self._lead - 1),
             peaks=self.case.varying,
         )
         self.measured.turns.setdefault(key, {})[at] = reply

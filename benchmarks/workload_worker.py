@@ -8,6 +8,7 @@ each command goes to all.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -33,7 +34,7 @@ from workload_cases import FREE
 
 PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never ends
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
-COUNTED = (*worker.COUNTED, "gathers", "grows", "misses", "pageable_copies")
+COUNTED = (*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class WorkloadWorker(worker.Worker):
             settings = dataclasses.replace(settings, meeting=meeting)
         super().__init__(settings)
         self._others = [self._start(rank) for rank in range(1, settings.ranks) if not settings.rank]
+        atexit.register(self._end_others)
         self._last: str | None = None  # the mode of the last step
         self._work: workload_models.Workload | None = None
 
@@ -79,12 +81,21 @@ class WorkloadWorker(worker.Worker):
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
+    def _end_others(self) -> None:
+        for other in self._others:
+            other.communicate(timeout=30)
+
     # --- Commands
 
     def build(self, budgets: Mapping[str, Any] | None = None) -> dict[str, Any]:
         if self.settings.ranks > 1:
             self._meet()
-        torch.use_deterministic_algorithms(self.settings.deterministic)
+        if self.settings.mode == "native":  # the trigger library is made and tried at the first
+            assert self.stagehand is not None
+            with self.stagehand.pool(mode="native"):
+                pass
+        if self.settings.deterministic:
+            _be_deterministic()
         self._again()
         if self.settings.deterministic:  # what is compiled is compiled here
             self.single("plain", 0)
@@ -119,14 +130,14 @@ class WorkloadWorker(worker.Worker):
         self._last = None
         return found
 
-    def memory(self) -> dict[str, Any]:
-        """Bytes used at the start of step 0, the largest, and at its peak, without a budget."""
-        self._enter("plain")
+    def memory(self, mode: str) -> dict[str, Any]:
+        """Bytes used at the start of step 0, the largest, and at its peak."""
+        self._enter(mode)
         self._training.zero_grad()
         self._synchronize()
         self._reset_peaks()
         start = self._peaks()["peak"]
-        self._run("plain", 0, lambda _: None)
+        self._run(mode, 0, lambda _: None)
         self._synchronize()
         return {"start": start, **self._peaks()}
 
@@ -210,18 +221,16 @@ class WorkloadWorker(worker.Worker):
         if self.settings.simulated:
             return {"seen": False, "why": "there is no GPU"}
         self._lead(mode, number, lead)
-        with gaps.recorded() as spans:
+        with gaps.recorded() as found:
             self._run(mode, number, lambda _: None)
-        return gaps.described(spans)
+        return gaps.described(found)
 
     def digests(self, mode: str, count: int) -> dict[str, Any]:
         """Of `count` steps from the start, with a model made anew: losses, digests of gradients.
 
         torch is deterministic from here on, which is slower: after what is timed.
         """
-        torch.use_deterministic_algorithms(True)
-        filling: Any = torch.utils.deterministic
-        filling.fill_uninitialized_memory = False
+        _be_deterministic()
         self._again()
         self._enter(mode)
         before = self._counters()
@@ -317,6 +326,12 @@ class WorkloadWorker(worker.Worker):
     def _counters(self) -> dict[str, int]:
         stats = self.stats()
         return {name: stats[name] for name in COUNTED if name in stats}
+
+
+def _be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False
 
 
 def _read(process: subprocess.Popen[str]) -> dict[str, Any]:

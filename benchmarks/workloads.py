@@ -34,6 +34,7 @@ import pathlib
 import platform
 import sys
 import time
+import traceback
 from typing import Any
 
 import plot
@@ -82,6 +83,9 @@ class Workloads:
             run.measure(self._build_next)
         except WorkerError as failure:
             error = str(failure)
+        except Exception as failure:  # of this program: the other workloads are still measured
+            traceback.print_exc()
+            error = f"{type(failure).__name__}: {failure}"
         run.close()
         self.place.update(run.place)
         measured = run.measured
