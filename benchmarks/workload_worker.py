@@ -14,6 +14,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import pathlib
 import subprocess
@@ -352,6 +353,9 @@ COMMANDS = (
 
 
 def main() -> int:
+    if not json.loads(sys.argv[1])["simulated"]:
+        # The first checkpoint and the first optimizer import it, which takes seconds: rather now.
+        importlib.import_module("torch._dynamo")
     return worker.serve(lambda settings: WorkloadWorker(Settings(**settings)), COMMANDS)
 
 
