@@ -17,6 +17,7 @@ import ctypes
 import os
 import pathlib
 import re
+import subprocess
 from types import TracebackType
 from typing import Any
 
@@ -108,14 +109,21 @@ class Row(ctypes.Structure):
     )
 
 
+class NotSeenError(RuntimeError):
+    """Calls cannot be seen here; the message says why."""
+
+
 class DriverCalls:
-    """Counts the calls made while it is entered. RuntimeError where CUPTI cannot be had."""
+    """Counts the calls made while it is entered. Raises NotSeenError."""
 
     _library: ctypes.CDLL | None = None  # one for the process: its functions may still be running
 
     def __init__(self) -> None:
         if DriverCalls._library is None:
-            DriverCalls._library = compiled(SOURCE)
+            try:
+                DriverCalls._library = compiled(SOURCE)
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                raise NotSeenError(str(error)) from error
         self._ours = DriverCalls._library
         self._cupti = _cupti()
         self._subscriber = ctypes.c_void_p()
@@ -154,7 +162,7 @@ class DriverCalls:
 
     def _must(self, code: int) -> None:
         if code:
-            raise RuntimeError(f"CUPTI refused, with error {code}")
+            raise NotSeenError(f"CUPTI refused, with error {code}")
 
 
 def plain_name(function: str) -> str:
@@ -198,4 +206,4 @@ def _cupti() -> ctypes.CDLL:
     for name in (*loaded[:1], *NAMES):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
-    raise RuntimeError("there is no CUPTI")
+    raise NotSeenError("there is no CUPTI")

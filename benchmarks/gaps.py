@@ -47,13 +47,14 @@ class Recorded:
 def recorded() -> Iterator[Recorded]:
     """What the device and the host do while entered; known afterwards."""
     found = Recorded()
-    profile: Any = torch.profiler.profile
-    with profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with _profiler():  # the first of a process starts slowly
+        torch.zeros(1, device="cuda")
+    with _profiler() as profiler:
         yield found
         torch.cuda.synchronize()
     for event in profiler.profiler.kineto_results.events():
         name, start, ns = event.name(), event.start_ns(), event.duration_ns()
-        if ns <= 0 or event.is_user_annotation():
+        if ns <= 0 or getattr(event, "is_user_annotation", bool)():  # a range that has a name
             continue
         if "CUDA" in str(event.device_type()):
             found.spans.append(Span(name, event.device_resource_id(), start, start + ns))
@@ -61,6 +62,11 @@ def recorded() -> Iterator[Recorded]:
             one = found.calls.setdefault(name, {"calls": 0, "ms": 0.0})
             one["calls"] += 1
             one["ms"] = round(one["ms"] + ns / 1e6, 4)
+
+
+def _profiler() -> Any:
+    profile: Any = torch.profiler.profile
+    return profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
 def described(recorded: Recorded) -> dict[str, Any]:

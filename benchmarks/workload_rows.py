@@ -117,7 +117,9 @@ def over_high(measured: Measured, key: str) -> int:
 
 def unlike_torch(name: str, measured: Measured) -> list[str]:
     """Configurations with a step whose loss or gradients are not plain torch's, bit by bit."""
-    base = measured.digests.get("plain", {}).get("steps")
+    if "plain" not in measured.digests:
+        return []
+    base = measured.digests["plain"]["steps"]
     return [
         f"{name} {key}: losses or gradients differ: {found['steps']}, plain torch's {base}"
         for key, found in measured.digests.items()

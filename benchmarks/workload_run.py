@@ -190,7 +190,8 @@ class CaseRun:
     def _try(self, key: str, part: Callable[..., object], *arguments: Any) -> None:
         """`part` of a configuration that has not failed; one that fails leaves the run.
 
-        A process that ended takes all its configurations along.
+        A process that ended takes all its configurations along. What was timed before stays, but
+        for a configuration that failed in its turn. Without plain torch's there is nothing to say.
         """
         if key in self.measured.failed:
             return
@@ -199,12 +200,14 @@ class CaseRun:
         except WorkerError as error:
             self.measured.failed[key] = str(error)
             print(f"workloads: {self.name} {key}: {error}", file=sys.stderr)
-            self.measured.turns.pop(key, None)
+            untimed = (self._look, self._send_digests, self._receive_digests)
+            if part not in untimed:
+                self.measured.turns.pop(key, None)
             for who, worker in list(self._workers.items()):
                 with contextlib.suppress(OSError):
                     if not worker.alive:
                         self._workers.pop(who).close()
-            if key in ("plain", "torch"):
+            if key in ("plain", "torch") and part not in untimed:
                 raise
 
     def _prepare(self) -> None:

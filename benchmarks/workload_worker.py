@@ -84,7 +84,7 @@ class WorkloadWorker(worker.Worker):
 
     def _end_others(self) -> None:
         for other in self._others:
-            other.communicate(timeout=30)
+            _end(other)
 
     # --- Commands
 
@@ -95,7 +95,8 @@ class WorkloadWorker(worker.Worker):
             assert self.stagehand is not None
             with self.stagehand.pool(mode="native"):
                 pass
-        if self.settings.deterministic:
+        if self.settings.deterministic:  # the compiler's choices too
+            torch.use_deterministic_algorithms(True)
             _be_deterministic()
         self._again()
         if self.settings.deterministic:  # what is compiled is compiled here
@@ -193,7 +194,7 @@ class WorkloadWorker(worker.Worker):
 
     def calls(self, mode: str, number: int, lead: int) -> dict[str, Any]:
         """The calls to CUDA of one step. To be asked of all modes before "gaps" of any."""
-        from driver_calls import DriverCalls, mapping, summed
+        from driver_calls import DriverCalls, NotSeenError, mapping, summed
 
         if self.settings.simulated:
             return {"seen": False, "why": "there is no GPU"}
@@ -203,7 +204,7 @@ class WorkloadWorker(worker.Worker):
             with calls:
                 self._run(mode, number, lambda _: None)
                 self._synchronize()
-        except RuntimeError as error:
+        except NotSeenError as error:
             return {"seen": False, "why": str(error)}
         rows = calls.found()
         training, elsewhere = summed(rows, True), summed(rows, False)
@@ -329,8 +330,15 @@ class WorkloadWorker(worker.Worker):
         return {name: stats[name] for name in COUNTED if name in stats}
 
 
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
 def _be_deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # the other way imports for seconds
     filling: Any = torch.utils.deterministic
     filling.fill_uninitialized_memory = False
 
