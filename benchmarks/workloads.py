@@ -21,7 +21,8 @@ by bit: where they are not, a row says so, and the exit code is 1.
 
 Writes benchmarks/results/workloads.json after every workload, and workloads.svg where matplotlib
 can be imported. --join keeps what the file has of workloads that are not measured now, if it is of
-the same sources: one GPU's and two GPUs' workloads are measured in two calls.
+the same sources: one GPU's and two GPUs' workloads are measured in two calls. --simulated: tiny
+models, the process allocator only, no checkpoints, and nothing of calls and gaps.
 """
 
 from __future__ import annotations
