@@ -172,7 +172,13 @@ bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/transfers.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/modes.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py
+
+# What people train, alone: BENCH="--quick --only gpt,moe".
+.PHONY: bench-workloads
+bench-workloads: gpu-build
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py $(BENCH)
 
 # ---- the engine on the simulated GPU, beside version 0.1: no GPU ---------------------------------
 .PHONY: bench-engine

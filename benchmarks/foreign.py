@@ -93,7 +93,7 @@ class ForeignCopies:
         self._count = self._run()
 
     def _prepare(self) -> None:
-        self._library = _compile()
+        self._library = compiled(SOURCE)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
         self._driver.cuCtxGetCurrent(ctypes.byref(self._context))
@@ -140,13 +140,14 @@ class ForeignCopies:
         return count
 
 
-def _compile() -> ctypes.CDLL:
+def compiled(source_text: str) -> ctypes.CDLL:
+    """The library that a text of C makes."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
-        raise RuntimeError("timing foreign copies needs a C compiler (cc, gcc or clang)")
+        raise RuntimeError("this needs a C compiler (cc, gcc or clang)")
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "copies.c", Path(folder) / "copies.so"
-        source.write_text(SOURCE, encoding="utf-8")
+        source.write_text(source_text, encoding="utf-8")
         command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
         subprocess.run(command, check=True, timeout=60)
         return ctypes.CDLL(str(library))

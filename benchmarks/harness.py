@@ -38,10 +38,11 @@ class Worker:
         name: str,
         settings: Mapping[str, Any],
         environment: Mapping[str, str] | None = None,
+        script: str = "worker.py",
     ) -> None:
-        """`environment`: added to this process's own."""
+        """`environment`: added to this process's own. `script`: what the process runs."""
         self.name = name
-        command = [sys.executable, str(FOLDER / "worker.py"), json.dumps(dict(settings))]
+        command = [sys.executable, str(FOLDER / script), json.dumps(dict(settings))]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
-from stagehand_alloc._demo_gpt import GPT, Shape  # noqa: E402
+from stagehand_alloc._demo_gpt import GPT  # noqa: E402
+from stagehand_alloc._demo_gpt import Shape as GPTShape  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +37,18 @@ class Training:
         self.model.zero_grad(set_to_none=not self.keep_gradients)
 
 
-def build(name: str, shape: Mapping[str, Any], device: torch.device) -> Training:
+def build(
+    name: str, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Training:
     """The model `name` on `device`, in bf16 where that is a GPU. Random numbers as seeded."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     with device:
         return _BUILDERS[name](dict(shape), dtype)
 
 
 def _gpt(shape: dict[str, Any], dtype: torch.dtype) -> Training:
     batch = shape.pop("batch")
-    sizes = Shape(**shape)
+    sizes = GPTShape(**shape)
     model = GPT(sizes).to(dtype)
     tokens = torch.randint(sizes.vocabulary, (batch, sizes.context + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,4 +1,5 @@
-"""Plots results of suite.py: step time against peak memory, one panel per model.
+"""Plots results of suite.py: step time against peak memory, one panel per model. Or one result of
+workloads.py: step time by workload.
 
     python benchmarks/plot.py benchmarks/results/suite.json... [--out OUT.svg]
 
@@ -37,6 +38,10 @@ def available() -> bool:
 
 def together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One result with the models of all, the last of each. ValueError: they cannot share a plot."""
+    if any("models" not in one for one in results):
+        if len(results) > 1:
+            raise ValueError("only results of suite.py can share a plot")
+        return results[0]
     places = sorted({f"{one['device']}, torch {one['torch']}" for one in results})
     if len(places) > 1:
         raise ValueError(f"these are of different places: {' and '.join(places)}")
@@ -99,6 +104,52 @@ def _draw_model(panel: Any, model: dict[str, Any]) -> None:
     panel.legend(fontsize=7)
 
 
+def draw_workloads(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Write the plot of a result of workloads.py: step time over plain torch's, by workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [
+        (f"{name}, {budget if budget == 'free' else budget + ' %'}", budget, one["summary"])
+        for name, one in result["workloads"].items()
+        for budget in dict.fromkeys(key.split()[1] for key in one["summary"] if " " in key)
+    ]
+    if not lines:
+        return
+    figure, panel = plt.subplots(figsize=(8, 1.2 + 0.55 * len(lines)), layout="constrained")
+    labelled = set()
+    for row, (_, budget, summary) in enumerate(lines):
+        for place, (key, label, colour) in enumerate(
+            (
+                (f"allocator {budget}", "process allocator", "#0b6e99"),
+                (f"native {budget}", "native", "#7db9d3"),
+                ("checkpoint", "checkpoint", "#d98200"),
+            )
+        ):
+            if key in summary:
+                shown = None if label in labelled else label
+                labelled.add(label)
+                slower = summary[key]["to_plain"]
+                panel.barh(row + (place - 1) * 0.26, slower, 0.24, color=colour, label=shown)
+        bounds = [summary[k]["bound_to_plain"] for k in summary if k.endswith(f" {budget}")]
+        shown = None if "bound" in labelled else "bound"
+        labelled.add("bound")
+        panel.plot([bounds[0]] * 2, [row - 0.4, row + 0.4], "k:", linewidth=1.5, label=shown)
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(lines)), [name for name, _, _ in lines], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(left=0.8)
+    panel.set_xlabel("step / plain torch's")
+    panel.grid(axis="x", alpha=0.25)
+    panel.legend(fontsize=7)
+    panel.set_title(f"Step time under budgets, {result['device']}, torch {result['torch']}")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    print(f"written: {path}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+", metavar="RESULT")
@@ -113,7 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"plot: {error}", file=sys.stderr)
         return 1
-    draw(result, options.out or options.results[0].with_suffix(".svg"))
+    out = options.out or options.results[0].with_suffix(".svg")
+    (draw if "models" in result else draw_workloads)(result, out)
     return 0
 
 

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,6 +83,10 @@ class Worker:
         elif self.settings.mode is None:
             torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
         return stagehand_alloc
+
+    def do(self, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = getattr(self, command)(**request)
+        return reply
 
     # --- Commands
 
@@ -205,7 +209,7 @@ class Worker:
         for name, to, source in (("d2h", host, far), ("h2d", far, host)):
             taken = []
             for _ in range(count + 1):
-                marks = _Marks(self.device)
+                marks = Marks(self.device)
                 marks.add()
                 to.copy_(source, non_blocking=True)
                 marks.add()
@@ -289,7 +293,7 @@ class Worker:
         """Forward in `mode`, backward after it, timed by the host and by the device."""
         self._training.zero_grad()
         self._synchronize()
-        marks = _Marks(self.device)
+        marks = Marks(self.device)
         began = time.perf_counter()
         marks.add()
         with contextlib.ExitStack() as stack:
@@ -376,7 +380,7 @@ def _offloader(name: str) -> Any:
         return None
 
 
-class _Marks:
+class Marks:
     """Points on the device's own clock; the host's clock where there is no device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -409,20 +413,25 @@ def reply(content: dict[str, Any]) -> None:
     print(REPLY + json.dumps(content), flush=True)
 
 
-def main() -> int:
+def serve(make: Callable[[dict[str, Any]], Worker], commands: Sequence[str]) -> int:
+    """Answer one command a line; `make` is called for the first, with the settings."""
     worker: Worker | None = None
     for line in sys.stdin:
         request = json.loads(line)
         command = request.pop("command")
         try:
-            if command not in COMMANDS:
+            if command not in commands:
                 raise ValueError(f"unknown command {command!r}")
-            worker = worker or Worker(Settings(**json.loads(sys.argv[1])))
-            reply(getattr(worker, command)(**request))
+            worker = worker or make(json.loads(sys.argv[1]))
+            reply(worker.do(command, request))
         except Exception as error:
             traceback.print_exc()
             reply({"error": f"{type(error).__name__}: {error}"})
     return 0
+
+
+def main() -> int:
+    return serve(lambda settings: Worker(Settings(**settings)), COMMANDS)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from measures import (  # noqa: E402
 )
 
 LINK = Link(d2h=50e9, h2d=25e9)
+PROGRAMS = ("main_job.py", "transfers.py", "modes.py", "suite.py", "workloads.py", "micro.py")
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -236,7 +237,7 @@ def test_what_failed_is_forgotten_whole() -> None:
 
 
 def test_every_program_says_that_there_is_no_gpu() -> None:
-    for program in ("main_job.py", "transfers.py", "modes.py", "suite.py", "micro.py"):
+    for program in PROGRAMS:
         done = run(program)
         if done.returncode == 0:
             pytest.skip("this machine has a GPU")

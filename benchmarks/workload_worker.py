@@ -1,0 +1,371 @@
+"""One process of workloads.py: a worker whose model makes steps of its own kind.
+
+Torch's allocator: plain torch, checkpoints and mode "native" in one process, one after the other.
+The process allocator: a process of its own. A mode is "plain", "checkpoint", or a budget's name,
+whose pool is then entered. With several ranks this process is rank 0; it starts the others, and
+each command goes to all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import worker
+import workload_models
+from digest import digest
+from harness import REPLY
+from worker import SEED, Marks
+from workload_cases import FREE
+
+PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never ends
+LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
+COUNTED = (*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(worker.Settings):
+    deterministic: bool = False
+    ranks: int = 1
+    rank: int = 0
+    meeting: str = ""  # the file where ranks find each other
+
+
+class WorkloadWorker(worker.Worker):
+    settings: Settings
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.ranks > 1 and not settings.meeting:
+            meeting = str(pathlib.Path(tempfile.mkdtemp()) / "meeting")
+            settings = dataclasses.replace(settings, meeting=meeting)
+        super().__init__(settings)
+        self._others = [self._start(rank) for rank in range(1, settings.ranks) if not settings.rank]
+        atexit.register(self._end_others)
+        self._last: str | None = None  # the mode of the last step
+        self._work: workload_models.Workload | None = None
+
+    def do(self, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """On all ranks. The reply is rank 0's; an error of any is raised."""
+        faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+        for other in self._others:
+            assert other.stdin is not None
+            other.stdin.write(json.dumps({"command": command, **request}) + "\n")
+            other.stdin.flush()
+        try:
+            reply = super().do(command, request)
+        finally:
+            replies = [_read(other) for other in self._others]
+            faulthandler.cancel_dump_traceback_later()
+        for rank, theirs in enumerate(replies, 1):
+            if "error" in theirs:
+                raise RuntimeError(f"rank {rank}: {theirs['error']}")
+        return reply
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        settings = dataclasses.replace(self.settings, rank=rank)
+        command = [sys.executable, __file__, json.dumps(dataclasses.asdict(settings))]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+
+    def _end_others(self) -> None:
+        for other in self._others:
+            _end(other)
+
+    # --- Commands
+
+    def build(self, budgets: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if self.settings.ranks > 1:
+            self._meet()
+        if self.settings.mode == "native":  # the trigger library is made and tried at the first
+            assert self.stagehand is not None
+            with self.stagehand.pool(mode="native"):
+                pass
+        if self.settings.deterministic:  # the compiler's choices too
+            torch.use_deterministic_algorithms(True)
+            _be_deterministic()
+        self._again()
+        if self.settings.deterministic:  # what is compiled is compiled here
+            self.single("plain", 0)
+        name = "CPU" if self.settings.simulated else torch.cuda.get_device_name()
+        parameters = sum(p.numel() for p in self._workload.model.parameters())
+        place = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+        return {**place, "parameters": parameters}
+
+    def budgets(self, budgets: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a pool per budget, by name; FREE has no watermarks."""
+        assert self.stagehand is not None
+        if FREE in budgets:
+            self.pools[FREE] = self.stagehand.pool(mode=self.settings.mode)
+        return super().budgets({name: one for name, one in budgets.items() if name != FREE})
+
+    def single(self, mode: str, number: int) -> dict[str, Any]:
+        """One step, waited for."""
+        self._enter(mode)
+        before = self._counters()
+        began = time.perf_counter()
+        loss = self._run(mode, number, lambda _: None)
+        self._synchronize()
+        wall_ms = (time.perf_counter() - began) * 1e3
+        after = self._counters()
+        gained = {name: after[name] - value for name, value in before.items()}
+        return {"wall_ms": wall_ms, "loss": loss.item(), "gained": gained, **self._peaks()}
+
+    def link(self, count: int = 5) -> dict[str, Any]:
+        """As measured with memory that is given back: budgets leave no room for it."""
+        found = super().link(count)
+        del self._link
+        self._last = None
+        return found
+
+    def memory(self, mode: str) -> dict[str, Any]:
+        """Bytes used at the start of step 0, the largest, and at its peak."""
+        self._enter(mode)
+        self._training.zero_grad()
+        self._synchronize()
+        self._reset_peaks()
+        start = self._peaks()["peak"]
+        self._run(mode, 0, lambda _: None)
+        self._synchronize()
+        return {"start": start, **self._peaks()}
+
+    def turn(
+        self, mode: str, number: int, count: int, lead: int, peaks: bool = False
+    ) -> dict[str, Any]:
+        """`count` steps from `number` on, back to back, after `lead` that are not timed.
+
+        A step's time is from its start to the next one's on the device's clock; "host_ms" from its
+        start until all of it is queued. Only the first starts with nothing queued before it.
+        `peaks`: of each step, which costs the host a little.
+        """
+        self._lead(mode, number, lead)
+        before = self._counters()
+        self._reset_peaks()
+        steps: list[dict[str, float]] = []
+        phases: list[tuple[int, str]] = []
+        marks = Marks(self.device)
+        reserved = 0
+        began = time.perf_counter()
+        for at in range(count):
+            self._mark(marks, phases, at, "forward")
+            started = time.perf_counter()
+            mark = functools.partial(self._mark, marks, phases, at)
+            loss = self._run(mode, number + at, mark)
+            steps.append({"ms": 0.0, "host_ms": (time.perf_counter() - started) * 1e3})
+            if peaks:
+                found = self._peaks()
+                reserved = max(reserved, found["mapped_peak"])
+                steps[-1].update(found)
+                self._reset_peaks()
+        marks.add()
+        self._synchronize()
+        wall_ms = (time.perf_counter() - began) * 1e3 / count
+        for (at, phase), ms in zip(phases, marks.gaps_ms(), strict=True):
+            for key in ("ms", f"{phase}_ms"):
+                steps[at][key] = steps[at].get(key, 0.0) + ms
+        found = self._peaks()
+        found["mapped_peak"] = max(found["mapped_peak"], reserved)
+        after = self._counters()
+        gained = {name: after[name] - value for name, value in before.items()}
+        state = self.stats().get("plan_state", "")
+        return {
+            "number": number,
+            "steps": steps,
+            "wall_ms": wall_ms,
+            "loss": loss.item(),
+            "gained": gained,
+            "plan_state": state,
+            **found,
+        }
+
+    def calls(self, mode: str, number: int, lead: int) -> dict[str, Any]:
+        """The calls to CUDA of one step. To be asked of all modes before "gaps" of any."""
+        from driver_calls import DriverCalls, NotSeenError, mapping, summed
+
+        if self.settings.simulated:
+            return {"seen": False, "why": "there is no GPU"}
+        self._lead(mode, number, lead)
+        try:
+            calls = DriverCalls()
+            with calls:
+                self._run(mode, number, lambda _: None)
+                self._synchronize()
+        except NotSeenError as error:
+            return {"seen": False, "why": str(error)}
+        rows = calls.found()
+        training, elsewhere = summed(rows, True), summed(rows, False)
+        return {
+            "seen": bool(rows),
+            "mapping": mapping(training),
+            "mapping_elsewhere": mapping(elsewhere),
+            "training": training,
+            "elsewhere": elsewhere,
+        }
+
+    def gaps(self, mode: str, number: int, lead: int) -> dict[str, Any]:
+        """When the compute stream of one step was idle."""
+        import gaps
+
+        if self.settings.simulated:
+            return {"seen": False, "why": "there is no GPU"}
+        self._lead(mode, number, lead)
+        with gaps.recorded() as found:
+            self._run(mode, number, lambda _: None)
+        return gaps.described(found)
+
+    def digests(self, mode: str, count: int) -> dict[str, Any]:
+        """Of `count` steps from the start, with a model made anew: losses, digests of gradients.
+
+        torch is deterministic from here on, which is slower: after what is timed.
+        """
+        _be_deterministic()
+        self._again()
+        self._enter(mode)
+        before = self._counters()
+        found = []
+        for number in range(count):
+            loss = self._run(mode, number, lambda _: None)
+            found.append([loss.item(), digest(self._workload.compared())])
+        after = self._counters()
+        return {"steps": found, "gained": {name: after[name] - before[name] for name in after}}
+
+    # --- Parts
+
+    @property
+    def _workload(self) -> workload_models.Workload:
+        if self._work is None:
+            raise RuntimeError("no model: build comes first")
+        return self._work
+
+    @property
+    def _training(self) -> Any:
+        return self._workload
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Nobody counts the memory of plain torch there."""
+        return self.settings.simulated and not self._installed
+
+    def _meet(self) -> None:
+        settings, dist = self.settings, torch.distributed
+        if not settings.simulated:
+            torch.cuda.set_device(settings.rank)
+        dist.init_process_group(
+            "gloo" if settings.simulated else "nccl",
+            init_method=f"file://{settings.meeting}",
+            rank=settings.rank,
+            world_size=settings.ranks,
+        )
+
+    def _again(self) -> None:
+        """The model anew, from the seed."""
+        self._work = None
+        gc.collect()
+        torch.manual_seed(SEED)
+        settings = self.settings
+        self._work = workload_models.build(settings.model, settings.shape, self.device)
+        torch.manual_seed(SEED + 1)  # for dropout
+        self._synchronize()
+        self._last = None
+
+    def _enter(self, mode: str) -> None:
+        """Leave nothing of another mode in the cache."""
+        if mode != self._last:
+            gc.collect()
+            self.empty_cache()
+            self._last = mode
+
+    def _lead(self, mode: str, number: int, count: int) -> None:
+        self._enter(mode)
+        for at in range(count):
+            self._run(mode, LEAD_NUMBERS + number + at, lambda _: None)
+        self._synchronize()
+
+    def _run(self, mode: str, number: int, phase: workload_models.Phase) -> torch.Tensor:
+        self._workload.zero_grad()
+        return self._workload.step(number, lambda: self._around(mode), phase)
+
+    def _around(self, mode: str) -> AbstractContextManager[Any]:
+        if mode == "plain":
+            return contextlib.nullcontext()
+        return super()._around("checkpoint:1.0" if mode == "checkpoint" else mode)
+
+    def _mark(self, marks: Marks, phases: list[tuple[int, str]], at: int, phase: str) -> None:
+        phases.append((at, phase))
+        marks.add()
+
+    def _reset_peaks(self) -> None:
+        if self.stagehand is not None:
+            self.stagehand.reset_peak_stats()
+        if not self.settings.simulated and not self._installed:
+            torch.cuda.reset_peak_memory_stats()
+
+    def _peaks(self) -> dict[str, int]:
+        """Since the last reset: bytes used at most, and mapped, or reserved by torch, at most."""
+        if self._on_cpu:
+            return {"peak": 0, "mapped_peak": 0}
+        if self._installed:
+            assert self.stagehand is not None
+            stats = self.stagehand.stats()
+            return {"peak": stats.occupied_peak, "mapped_peak": stats.mapped_peak}
+        cuda = torch.cuda
+        return {"peak": cuda.max_memory_allocated(), "mapped_peak": cuda.max_memory_reserved()}
+
+    def _counters(self) -> dict[str, int]:
+        stats = self.stats()
+        return {name: stats[name] for name in COUNTED if name in stats}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _be_deterministic() -> None:
+    torch.set_deterministic_debug_mode("error")  # the other way imports for seconds
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False
+
+
+def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Another rank's reply."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(REPLY):
+            reply: dict[str, Any] = json.loads(line[len(REPLY) :])
+            return reply
+        sys.stderr.write(line)
+    return {"error": f"ended with exit code {process.wait()}"}
+
+
+COMMANDS = (
+    *("build", "budgets", "single", "memory", "turn", "calls", "gaps", "digests"),
+    *("link", "trigger", "stats"),
+)
+
+
+def main() -> int:
+    if not json.loads(sys.argv[1])["simulated"]:
+        # The first checkpoint and the first optimizer import it, which takes seconds: rather now.
+        importlib.import_module("torch._dynamo")
+    return worker.serve(lambda settings: WorkloadWorker(Settings(**settings)), COMMANDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

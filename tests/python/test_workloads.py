@@ -1,0 +1,222 @@
+"""benchmarks/workloads.py: what it claims and what it watches; and one workload, whole."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
+
+import driver_calls  # noqa: E402
+import gaps  # noqa: E402
+import workload_rows  # noqa: E402
+import workloads  # noqa: E402
+from foreign import compiled  # noqa: E402
+from measures import Budget, Link  # noqa: E402
+from workload_cases import CASES, FREE, OURS, SHARES, Bar, Case  # noqa: E402
+from workload_run import Measured  # noqa: E402
+
+LINK = Link(d2h=50e9, h2d=25e9)
+ALONE = Case("", "gpt", {}, {}, {"75": Bar(1.02)})
+
+
+def steps(*ms: float, **more: float) -> list[dict[str, float]]:
+    """A third of each is forward."""
+    found = [{"ms": one, "forward_ms": one / 3, "backward_ms": one * 2 / 3} for one in ms]
+    return [{**one, "host_ms": one["ms"], **more} for one in found]
+
+
+def turn(*ms: float, **more: float) -> dict[str, Any]:
+    gained = {"overshoot_bytes": 0, "map_calls": 0, "stall_ns": 0}
+    return {"steps": steps(*ms, **more), "gained": gained, "mapped_peak": 900, "plan_state": ""}
+
+
+def measured(mine: float = 90, peak: int = 8 * 10**9) -> Measured:
+    """4 GB do not fit: 80 ms out, 160 ms in, of a forward of 30 ms and a backward of 60."""
+    found = Measured(memory={"start": 0, "peak": peak}, links={0: LINK, 1: LINK})
+    found.budgets["75"] = Budget(4 * 10**9, 3 * 10**9)
+    found.turns["plain"] = {0: turn(90, 90, 90), 1: turn(90, 90, 900)}
+    for mode in OURS:
+        found.turns[f"{mode} 75"] = {0: turn(mine, mine, mine), 1: turn(mine, mine, mine)}
+        seen = {"calls": 0, "ms": 0.0}
+        found.calls[f"{mode} 75"] = {"seen": True, "mapping": seen, "mapping_elsewhere": seen}
+        walls = {"first": {"wall_ms": 117.0}, "later": {"wall_ms": 90.0}}
+        found.first[f"{mode} 75"] = walls
+        found.digests[f"{mode} 75"] = {"steps": [[1.0, "a"]]}
+    found.digests["plain"] = {"steps": [[1.0, "a"]]}
+    return found
+
+
+def claims(case: Case, of: Measured, text: str) -> dict[str, bool]:
+    rows = workload_rows.rows_of("gpt", case, of)
+    return {row.claim: row.holds for row in rows if text in row.claim}
+
+
+def test_at_its_bars_a_workload_misses_none() -> None:
+    rows = workload_rows.rows_of("gpt", ALONE, measured(91.8))
+    assert [row.claim for row in rows if not row.holds] == []
+    assert sum(row.bar != "reported" for row in rows) == 6  # time, first step, calls; both modes
+
+
+def test_the_bound_is_of_what_does_not_fit() -> None:
+    assert measured().bounds_ms(ALONE, "75")[0] == pytest.approx(80 + 160)
+    assert measured(peak=4 * 10**9).bounds_ms(ALONE, "75")[0] == pytest.approx(90)
+
+
+def test_copies_that_may_overlap_with_all_the_rest_bound_by_the_slower_direction() -> None:
+    case = Case("", "gpt", {}, {}, {"75": Bar()}, peaks=3, both_ways=True)
+    assert measured().bounds_ms(case, "75")[0] == pytest.approx(3 * 160)
+
+
+def test_where_shapes_vary_times_and_bounds_are_of_all_steps_of_a_turn() -> None:
+    case = Case("", "gpt", {}, {}, {"75": Bar()}, varying=True)
+    found = measured()
+    found.turns["plain"] = {0: {**turn(90), "steps": steps(90, peak=8e9) + steps(30, peak=3e9)}}
+    assert found.step_ms(case, "plain") == {0: 120}
+    assert found.bounds_ms(case, "75") == {0: pytest.approx(80 + 160 + 30)}
+
+
+def test_without_pressure_the_bound_is_plain_torch() -> None:
+    assert measured().bounds_ms(ALONE, FREE)[0] == pytest.approx(90)
+
+
+def test_one_call_that_maps_is_missed_wherever_it_was_counted() -> None:
+    counted, seen = measured(), measured()
+    counted.turns["allocator 75"][0]["gained"]["map_calls"] = 1
+    seen.calls["allocator 75"]["mapping_elsewhere"] = {"calls": 1, "ms": 0.1}
+    for found in (counted, seen):
+        missed = [
+            claim for claim, holds in claims(ALONE, found, "map, access").items() if not holds
+        ]
+        assert [claim.split(",")[2].strip() for claim in missed] == ["process allocator: map"], (
+            missed
+        )
+
+
+def test_nothing_is_claimed_of_calls_that_were_not_seen() -> None:
+    found = measured()
+    found.calls = {key: {"seen": False, "why": "no CUPTI"} for key in found.calls}
+    assert list(claims(ALONE, found, "map, access")) == [
+        "gpt, 75 %, process allocator: map, access and unmap calls in a learned step"
+    ]  # by our own count
+
+
+def test_a_gradient_unlike_plain_torchs_is_named() -> None:
+    found = measured()
+    found.digests["native 75"] = {"steps": [[1.0, "b"]]}
+    assert workload_rows.unlike_torch("gpt", found)[0].startswith("gpt native 75: losses")
+
+
+def test_every_budget_of_a_case_is_known() -> None:
+    for case in CASES.values():
+        assert set(case.bars) <= {*SHARES, FREE}
+        assert set(case.same_budget) <= set(case.bars)
+
+
+# --- What is watched
+
+
+def span(name: str, stream: int, start_us: float, end_us: float) -> gaps.Span:
+    return gaps.Span(name, stream, int(start_us * 1e3), int(end_us * 1e3))
+
+
+def test_a_gap_says_what_came_after_it_and_what_ran_meanwhile() -> None:
+    found = gaps.described(
+        gaps.Recorded(
+            [
+                span("gemm", 7, 0, 100),
+                span("gemm", 7, 101, 200),  # queued already
+                span("softmax", 7, 1200, 1300),
+                span("Memcpy HtoD (Pinned -> Device)", 20, 150, 1190),
+                span("nccl_AllGather", 21, 0, 900),  # waits for others
+            ]
+        )
+    )
+    assert (found["gaps"], found["idle_ms"], found["span_ms"]) == (1, 1.0, 1.3)
+    (gap,) = found["longest"]
+    assert (gap["before"], gap["at_ms"], gap["ms"]) == ("softmax", 0.2, 1.0)
+    assert gap["meanwhile"] == {
+        "stream 20: Memcpy HtoD (Pinned -> Device)": 0.99,
+        "stream 21: nccl_AllGather": 0.7,
+    }
+
+
+def test_without_kernels_there_is_no_compute_stream() -> None:
+    assert not gaps.described(gaps.Recorded([span("Memset", 7, 0, 1)]))["seen"]
+
+
+class Data(ctypes.Structure):
+    """How CUPTI's CUpti_CallbackData begins."""
+
+    _fields_ = (("leaving", ctypes.c_int), ("function", ctypes.c_char_p))
+
+
+def test_calls_inside_calls_count_to_the_outer_one_and_to_their_thread() -> None:
+    library = compiled(driver_calls.SOURCE)
+
+    def call(domain: int, function: bytes, inside: tuple[int, bytes] | None = None) -> None:
+        library.on_call(None, domain, 5, ctypes.byref(Data(0, function)))
+        if inside is not None:
+            call(*inside)
+        library.on_call(None, domain, 5, ctypes.byref(Data(1, function)))
+
+    library.start()
+    call(2, b"cudaLaunchKernel", (1, b"cuLaunchKernel"))
+    call(1, b"cuMemSetAccess_v2")
+    other = threading.Thread(target=call, args=(1, b"cuMemUnmap"))
+    other.start()
+    other.join()
+    rows = (driver_calls.Row * 16)()
+    count = library.rows(ctypes.byref(rows), ctypes.c_long(16))
+    found = [(driver_calls.plain_name(row.function.decode()), row.calls) for row in rows[:count]]
+    assert sorted(found) == [("cuMemSetAccess", 1), ("cuMemUnmap", 1), ("cudaLaunchKernel", 1)]
+    assert len({row.thread for row in rows[:count]}) == 2
+
+
+def test_calls_are_told_apart_by_whether_their_thread_trains() -> None:
+    rows = [
+        {"function": "cuMemMap", "thread": thread, "calls": 2, "ms": 0.5, "longest_ms": 0.4}
+        for thread in ("main", "backward", "pinner")
+    ]
+    training = driver_calls.summed(rows, training=True)
+    assert training == {"cuMemMap": {"calls": 4, "ms": 1.0, "longest_ms": 0.4}}
+    assert driver_calls.mapping(driver_calls.summed(rows, training=False)) == {
+        "calls": 2,
+        "ms": 0.5,
+    }
+
+
+# --- The program
+
+
+def test_results_of_other_sources_are_not_joined(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "workloads.json"
+    place = {"sources": "a", "device": "H200", "torch": "2.13", "driver": "580"}
+    path.write_text(json.dumps({**place, "workloads": {"gpt": 1}}))
+    assert workloads.kept(path, place) == {"gpt": 1}
+    assert workloads.kept(path, {**place, "sources": "b"}) == {}
+    assert workloads.kept(tmp_path / "none.json", place) == {}
+
+
+def test_a_workload_is_measured_at_all_its_budgets(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "workloads.json"
+    program = [sys.executable, str(FOLDER / "workloads.py"), "--simulated", "--only", "lstm"]
+    done = subprocess.run(
+        [*program, "--out", str(out)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert (result["wrong"], result["not_run"]) == ([], {})
+    lstm = result["workloads"]["lstm"]
+    assert lstm["failed"] == {}
+    assert set(lstm["summary"]) == {"plain", "allocator 75", "allocator 50"}
+    assert lstm["summary"]["allocator 50"]["evicted_gib_per_step"] > 0
+    assert set(result["rows"][0]) == {"claim", "value", "bar", "holds"}
