@@ -210,11 +210,10 @@ TEST("a former address is unmapped only once its last use has passed") {
   t.verify();
 }
 
-TEST(
-    "memory that goes home and moves again costs no call of the driver, and comes behind its "
-    "uses") {
+TEST("memory that goes home and moves again calls nothing of the driver, and is behind its uses") {
   Heap t;
-  Arena& other = t.arena(t.rig.stream());
+  const driver::Stream stream = t.rig.stream();
+  Arena& other = t.arena(stream);
   Block* a = t.grown(other, 32_MiB);
   const Address home = a->address;
   t.give(a);
@@ -226,6 +225,7 @@ TEST(
   for (std::uint64_t i = 1; i <= 4; ++i) {
     t.fill(b, 2 * i);  // nothing of this runs yet
     t.give(b);
+    t.arena(stream);  // somebody asks there in every step
     t.heap.go_home();
     CHECK(t.arena().find(away) == nullptr);
     Block* last = other.first;
@@ -247,9 +247,7 @@ TEST(
   t.verify();
 }
 
-TEST(
-    "memory does not go home to a stream that nobody uses any more, whose addresses are given "
-    "back") {
+TEST("memory does not go home to a stream that nobody uses: its addresses are given back") {
   Heap t;
   driver::Stream old = t.rig.stream();
   t.give(t.grown(t.arena(old), 32_MiB));
