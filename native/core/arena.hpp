@@ -17,6 +17,7 @@ namespace stagehand::core {
 class BlockList {
  public:
   Block* first() const { return first_; }
+  Block* last() const { return last_; }
   void push_back(Block* block);
   void push_front(Block* block);
   void remove(Block* block);

@@ -114,6 +114,7 @@ class DeviceHeap {
   bool gave_up(Arena& arena);
   // device_heap_former.cpp
   void move_to(Piece& piece, Arena& arena, Address address);
+  void mark_last_uses(const Arena& to);
   void forget_former(Block* block);
   void take_back(Block* block, const Fence& fence, Seq idle_from);
   bool usable(const Block& block) const;

@@ -29,6 +29,18 @@ void DeviceHeap::move_to(Piece& piece, Arena& arena, Address address) {
   arena.pieces.insert(std::move(node));
 }
 
+// An event close behind, so that the last use of addresses that were just left is seen to pass:
+// their stream may be used no more. That of `to` is.
+void DeviceHeap::mark_last_uses(const Arena& to) {
+  Tick soon;
+  for (const auto& from : arenas_) {
+    if (from.get() != &to && from->formers > 0 &&
+        from->former.last()->idle_from >= from->clock.upcoming()) {
+      from->clock.record(&soon);
+    }
+  }
+}
+
 // The block is no former address of its piece any more.
 void DeviceHeap::forget_former(Block* block) {
   Block** link = &block->piece->former;
@@ -180,6 +192,7 @@ Block* DeviceHeap::take_up(Arena& arena, Bytes bytes) {
       break;
     }
   }
+  mark_last_uses(arena);
   ++counters_.take_ups;
   return take_run(arena, run.first, run.last, bytes);
 }

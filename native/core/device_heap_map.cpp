@@ -333,6 +333,7 @@ Status DeviceHeap::gather(Arena& arena, Bytes bytes, Bytes ceiling) {
     move_to(*piece, arena, address);
     address += piece->size;
   }
+  mark_last_uses(arena);
   add_pieces(arena, address, made);
   add_mapped(arena, place.hole, moved + lacking, fence, idle_from);
   if (lacking > 0) {

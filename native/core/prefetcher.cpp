@@ -213,6 +213,7 @@ void Prefetcher::bring(Entry& entry, std::vector<Wanted>& wanted, bool soon) {
         room = one.block != nullptr;
       }
       if (room) {
+        ++one.block->aliases;  // this thread's, until a record has it: the lock is given up between
         bytes += one.bytes;
         ++end;
       }
@@ -229,6 +230,7 @@ void Prefetcher::bring(Entry& entry, std::vector<Wanted>& wanted, bool soon) {
 bool Prefetcher::queue(std::span<const Wanted> batch) {
   arrivals_.clear();
   for (const Wanted& one : batch) {
+    --one.block->aliases;
     Record* record = d_.ledger.find(one.record);
     const bool twice = std::any_of(arrivals_.begin(), arrivals_.end(),
                                    [&](const Arrival& other) { return other.record == record; });
