@@ -144,24 +144,30 @@ bool Room::copy_out_pageable(Entry& entry, RecordId id) {
 }
 
 // Of torch's captures nobody tells: there only the streams that something relies on are waited for,
-// one by one, and not the context, in which another may be captured.
+// one by one, and not the context, in which another may be captured. Elsewhere the context is, and
+// the streams of others beside it.
 bool Room::wait_for_gpu(Entry& entry) {
   const bool told = d_.store->tells_of_captures();
   if (told && d_.clocks.captures() > 0) {
     return false;
   }
-  std::vector<driver::Stream> streams;
+  std::vector<StreamPlace> alone;  // waited for one by one
   std::vector<Tick> marks;
   for (std::uint32_t i = 0; i < d_.clocks.size(); ++i) {
     StreamClock& clock = d_.clocks.at(i);
-    if (!d_.clocks.relied_on(clock)) {
-      continue;
+    const StreamPlace place = clock.place();
+    const bool of_context = told && place.context == nullptr;
+    const bool there = of_context || (place.context != nullptr && place.stream == nullptr);
+    if (!there && !d_.clocks.relied_on(clock)) {
+      continue;  // its stream may be gone
     }
     if (clock.captured()) {
       return false;
     }
     marks.push_back({i, clock.mark()});
-    streams.push_back(clock.stream());
+    if (!of_context) {
+      alone.push_back(place);
+    }
   }
   ++d_.counters.host_waits;
   bool all = false;
@@ -169,10 +175,9 @@ bool Room::wait_for_gpu(Entry& entry) {
     const Unlocked unlocked(entry);
     RankedMutex::expect_none_held();
     const driver::Table& driver = d_.gate.table();
-    all = told ? driver.ctx_synchronize() == driver::kSuccess
-               : std::all_of(streams.begin(), streams.end(), [&](driver::Stream stream) {
-                   return driver.stream_synchronize(stream) == driver::kSuccess;
-                 });
+    all = (!told || driver.ctx_synchronize() == driver::kSuccess) &&
+          std::all_of(alone.begin(), alone.end(),
+                      [&](const StreamPlace& stream) { return synchronize(driver, stream); });
   }
   for (const Tick& mark : all ? marks : std::vector<Tick>{}) {
     d_.clocks.at(mark.clock).gpu_passed(mark.seq);

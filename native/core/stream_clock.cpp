@@ -30,6 +30,18 @@ bool Fence::add(const Fence& other) {
   return all;
 }
 
+bool synchronize(const driver::Table& driver, const StreamPlace& place) {
+  if (place.context != nullptr && driver.ctx_push_current(place.context) != driver::kSuccess) {
+    return false;
+  }
+  const bool done = driver.stream_synchronize(place.stream) == driver::kSuccess;
+  if (place.context != nullptr) {
+    driver::Context popped = nullptr;
+    driver.ctx_pop_current(&popped);
+  }
+  return done;
+}
+
 // A stream of which the driver says something else than that is a stream no more: nothing of it is
 // captured.
 bool StreamClock::captured() {
@@ -56,7 +68,10 @@ Status StreamClock::record(Tick* tick) {
   }
   const driver::Table& driver = *gate_.operator->();
   // An event belongs to the context of its stream; who waits for it may be of any.
-  const bool foreign = context_ != nullptr && driver.ctx_push_current(context_) == driver::kSuccess;
+  const bool foreign = context_ != nullptr;
+  if (foreign && driver.ctx_push_current(context_) != driver::kSuccess) {
+    return Status::driver_failed;
+  }
   if (ring_[slot] == nullptr && !spare_.empty()) {
     ring_[slot] = spare_.back();
     spare_.pop_back();

@@ -50,6 +50,14 @@ class Fence {
   std::uint8_t count_ = 0;
 };
 
+struct StreamPlace {
+  driver::Stream stream = nullptr;
+  driver::Context context = nullptr;  // null where it is the device's own
+};
+// The host waits until all that is queued there is done. Without any lock; false where the driver
+// refuses.
+bool synchronize(const driver::Table& driver, const StreamPlace& place);
+
 class StreamClock {
  public:
   // `context`: of the stream, where it is not the device's own.
@@ -58,6 +66,8 @@ class StreamClock {
       : gate_(gate), captures_(captures), stream_(stream), context_(context), index_(index) {}
 
   driver::Stream stream() const { return stream_; }
+  // Where it is now: a lane's goes from stream to stream.
+  StreamPlace place() const { return {stream_, context_}; }
   std::uint32_t index() const { return index_; }
   // The number the next recorded event will get: names all work queued up to now.
   Seq upcoming() const { return next_; }

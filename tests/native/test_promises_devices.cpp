@@ -177,6 +177,21 @@ TEST("memory that another device's default stream reads is not handed out under 
   }
 }
 
+TEST("memory that another device's default stream reads is not given back under its reads") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    CoreRig rig({.seed = seed, .memory = 64_MiB, .devices = 2});
+    CHECK_EQ(rig.runtime->add_peer(1), Status::ok);
+    stagehand_sim_progress(0);  // what is queued runs only where somebody waits for it
+    const Tensor tensor = rig.make(4_MiB, nullptr);
+    stagehand_sim_drain();
+    on_device(rig, 1, [&] { rig.check(tensor, nullptr); });
+    rig.runtime->record_stream(tensor.address, nullptr);
+    rig.drop(tensor);
+    CHECK_EQ(rig.runtime->trim(0), rig.counters().mapped_peak);
+    rig.verify();
+  }
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
