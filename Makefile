@@ -65,8 +65,9 @@ demo: setup
 # compiling does not.
 BESIDE := +@$(MAKE) --no-print-directory --output-sync=target -j 2
 
+# The native tests need no torch: they are built while it is installed.
 .PHONY: test
-test: setup
+test: $(VENV)/.tools
 	$(BESIDE) test-python test-native
 
 # One process a core, so torch needs no threads of its own.
@@ -75,7 +76,7 @@ test-python: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: test-native
-test-native: setup
+test-native: $(VENV)/.tools
 	$(call native-tests,address,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=address)
 	$(CTEST) --test-dir build/address
 
@@ -104,7 +105,7 @@ check-layout: setup
 	$(PY) -m pytest -q tests/python/test_layout.py
 
 .PHONY: check-threads
-check-threads: setup
+check-threads: $(VENV)/.tools
 	$(call native-tests,thread,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=thread,--target native_tests)
 	$(CTEST) --test-dir build/thread
 
