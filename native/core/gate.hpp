@@ -60,7 +60,13 @@ class Gate {
     if (!inside_.entered) {
       enter();
     }
-    return &table_;
+    return inside_.entered ? &table_ : &driver::kRefusingTable;
+  }
+  // Whether the device's context is current. Where it was refused, so is every call; who calls
+  // without the lock, and names no stream of ours, has to ask.
+  bool in_context() {
+    operator->();
+    return inside_.entered;
   }
   // For calls without the lock, in a scope of `Unlocked` or of a ContextGuard.
   const driver::Table& table() const { return table_; }

@@ -148,7 +148,7 @@ bool Room::copy_out_pageable(Entry& entry, RecordId id) {
 // the streams of others beside it.
 bool Room::wait_for_gpu(Entry& entry) {
   const bool told = d_.store->tells_of_captures();
-  if (told && d_.clocks.captures() > 0) {
+  if (!d_.gate.in_context() || (told && d_.clocks.captures() > 0)) {
     return false;
   }
   std::vector<StreamPlace> alone;  // waited for one by one

@@ -42,8 +42,8 @@ bool synchronize(const driver::Table& driver, const StreamPlace& place) {
   return done;
 }
 
-// A stream of which the driver says something else than that is a stream no more: nothing of it is
-// captured.
+// A stream that the driver does not know is a stream no more: nothing of it is captured. Where the
+// driver does not say, it may be.
 bool StreamClock::captured() {
   if (own_ || captures_ == 0) {
     return false;
@@ -51,8 +51,9 @@ bool StreamClock::captured() {
   if (captured_turn_ != gate_.turn()) {
     int status = driver::kCaptureNone;
     const driver::Result result = gate_->stream_is_capturing(stream_, &status);
-    captured_ = result == driver::kCaptureImplicit ||
-                (result == driver::kSuccess && status != driver::kCaptureNone);
+    captured_ = result == driver::kSuccess
+                    ? status != driver::kCaptureNone
+                    : result != driver::kInvalidHandle && result != driver::kContextIsDestroyed;
     captured_turn_ = gate_.turn();
   }
   return captured_;
@@ -82,7 +83,11 @@ Status StreamClock::record(Tick* tick) {
   if (!recorded) {
     ring_[slot] = nullptr;
   }
-  recorded = recorded && driver.event_record(ring_[slot], stream_) == driver::kSuccess;
+  if (recorded && driver.event_record(ring_[slot], stream_) != driver::kSuccess) {
+    driver.event_destroy(ring_[slot]);  // it may be of another context: the next try makes another
+    ring_[slot] = nullptr;
+    recorded = false;
+  }
   if (foreign) {
     driver::Context popped = nullptr;
     driver.ctx_pop_current(&popped);

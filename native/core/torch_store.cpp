@@ -271,6 +271,7 @@ bool TorchStore::keep(Address address) {
 }
 
 bool TorchStore::begin_step(Bytes target) {
+  take_stuck();
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps
   cache_.begin_step();
@@ -292,6 +293,7 @@ void TorchStore::end_step() {
 }
 
 Bytes TorchStore::trim(Entry& entry, Bytes) {
+  take_stuck();
   Bytes released = 0;
   {
     const Unlocked unlocked(entry);

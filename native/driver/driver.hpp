@@ -48,8 +48,10 @@ inline constexpr Result kSuccess = 0;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kInvalidDevice = 101;
+inline constexpr Result kInvalidContext = 201;
+inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotReady = 600;
-inline constexpr Result kCaptureImplicit = 906;  // of the default stream, which a capture forbids
+inline constexpr Result kContextIsDestroyed = 709;
 
 inline constexpr unsigned kStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kWaitValueGeq = 0;          // CU_STREAM_WAIT_VALUE_GEQ
@@ -143,6 +145,24 @@ struct Table {
   STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_DECLARE_OPTIONAL)
 #undef STAGEHAND_DECLARE
 #undef STAGEHAND_DECLARE_OPTIONAL
+};
+
+// A table of which every call is refused: for who could not get the context that the calls are
+// about. Made in another one, a call on a default stream would succeed, and order nothing.
+template <class Function>
+struct Refused;
+template <class... Parameters>
+struct Refused<Result (*)(Parameters...)> {
+  static Result call(Parameters...) { return kInvalidContext; }
+};
+inline constexpr Table kRefusingTable = {
+#define STAGEHAND_REFUSE(name, symbol, parameters) &Refused<decltype(Table::name)>::call,
+#define STAGEHAND_REFUSE_OPTIONAL(name, symbol, parameters, version) \
+  &Refused<decltype(Table::name)>::call,
+    STAGEHAND_DRIVER_FUNCTIONS(STAGEHAND_REFUSE)
+        STAGEHAND_OPTIONAL_DRIVER_FUNCTIONS(STAGEHAND_REFUSE_OPTIONAL)
+#undef STAGEHAND_REFUSE
+#undef STAGEHAND_REFUSE_OPTIONAL
 };
 
 // The symbols in table order, for whoever fills the table.

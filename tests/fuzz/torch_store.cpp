@@ -245,7 +245,7 @@ std::string TorchStore::left() {
     torch_.destroy_pool(pool_of(graph));
   }
   torch_.release_cached();
-  // One request misses, and one save looks: what a capture kept back is gone.
+  trim(0, 0);  // what a capture kept back is gone
   Reference last;
   last.bytes = 5_MiB;
   if (make(nullptr, 0, &last) == Status::ok) {
