@@ -118,13 +118,14 @@ FUZZ_SWEEPS := 150
 
 .PHONY: fuzz
 fuzz: setup
-	$(call native-tests,release,-DSTAGEHAND_CHECKS=1,--target stagehand_fuzz)
+	$(call native-tests,release,-DSTAGEHAND_CHECKS=1,--target stagehand_fuzz native_tests)
 ifdef PROGRAM
 	$(FUZZ) --program $(PROGRAM) --trace
 else ifdef SEED
 	$(FUZZ) --seed $(SEED) --ops $(FUZZ_OPS)
 else
 	+@$(MAKE) --no-print-directory --keep-going -j 2 fuzz-allocator fuzz-torch
+	STAGEHAND_SEEDS=all $(CTEST) --test-dir build/release --tests-regex native_test
 	$(if $(wildcard tests/judgement),STAGEHAND_JUDGEMENT=all $(PY) -m pytest -q -n 2 tests/judgement)
 endif
 

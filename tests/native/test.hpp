@@ -12,7 +12,9 @@
 // The last line is "N passed, N failed".
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <sstream>
@@ -32,6 +34,12 @@ struct Case {
 inline std::vector<Case>& cases() {
   static std::vector<Case> all;
   return all;
+}
+
+// How many seeds a test tries: a third of `all`, and all of them in `make fuzz`.
+inline std::uint64_t seeds(std::uint64_t all) {
+  const char* asked = std::getenv("STAGEHAND_SEEDS");
+  return asked != nullptr && std::string_view(asked) == "all" ? all : (all + 2) / 3;
 }
 
 inline int& failures() {

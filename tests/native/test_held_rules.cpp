@@ -5,7 +5,7 @@
 namespace stagehand::core::test {
 namespace {
 
-constexpr std::uint64_t kSeeds = 40;
+const std::uint64_t kSeeds = stagehand::test::seeds(40);
 
 // Runs a scenario under every seed, with the rule kept and then broken.
 template <typename Scenario>

@@ -16,7 +16,7 @@ void there_and_back(CoreRig& rig, Bytes bytes) {
 }
 
 TEST("a copy in pieces on two streams in turn arrives whole, whatever the schedule") {
-  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+  for (std::uint64_t seed = 0; seed < stagehand::test::seeds(100); ++seed) {
     CoreRig rig({.seed = seed});
     CHECK(rig.runtime->set_lane_limits({.piece = 256_KiB}));
     rig.budget(128_MiB, 64_MiB);

@@ -323,7 +323,7 @@ void train(CoreRig& rig, driver::Stream stream, int count) {
 }
 
 TEST("a step like the last one writes back ahead: no victim has to be copied when room is needed") {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < stagehand::test::seeds(50); ++seed) {
     CoreRig rig({.seed = seed});
     const auto stream = rig.stream();
     train(rig, stream, 10);
@@ -341,7 +341,7 @@ TEST("a step like the last one writes back ahead: no victim has to be copied whe
 }
 
 TEST("backward may ask in any order: small records that come back together come back once") {
-  for (std::uint64_t seed = 0; seed < 30; ++seed) {
+  for (std::uint64_t seed = 0; seed < stagehand::test::seeds(30); ++seed) {
     CoreRig rig({.seed = seed, .classes = {{64_KiB, 1_MiB}, {64, 8}}});
     const auto stream = rig.stream();
     for (int step = 0; step < 4; ++step) {
@@ -374,7 +374,7 @@ TEST("what the optimizer needs between two pools does not raise the ceiling insi
 }
 
 TEST("a step unlike the last one falls back to reacting, with the right bytes") {
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+  for (std::uint64_t seed = 0; seed < stagehand::test::seeds(50); ++seed) {
     CoreRig rig({.seed = seed});
     const auto stream = rig.stream();
     train(rig, stream, 10);

@@ -4,7 +4,7 @@
 namespace stagehand::core::test {
 namespace {
 
-constexpr std::uint64_t kSeeds = 40;
+const std::uint64_t kSeeds = stagehand::test::seeds(40);
 
 // Prefetched storages, their copies in flight, are let go of while device `current` is; torch hands
 // their memory out again at once.

@@ -8,7 +8,7 @@
 namespace stagehand::core::test {
 namespace {
 
-constexpr std::uint64_t kSeeds = 300;
+const std::uint64_t kSeeds = stagehand::test::seeds(300);
 constexpr Bytes kBlock = 128_KiB;
 
 class Planted {
