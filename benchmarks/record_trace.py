@@ -1,6 +1,10 @@
 """Records one training step of plain torch as the core would see it, for tests to replay.
 
-    python benchmarks/record_trace.py MODEL OUT      MODEL: gpt, gpt_32k, llama, vit, adapters
+    python benchmarks/record_trace.py MODEL OUT [NUMBER]
+    torchrun --nproc-per-node 2 benchmarks/record_trace.py fsdp2 OUT
+
+MODEL is one of shapes.py (gpt, llama, ...) or a workload (pipeline, moe, ...). NUMBER is the
+step's, whose data the workload makes. Of several ranks the first one writes.
 
 Saved tensors are not kept meanwhile: pack keeps their shapes, unpack makes new ones of the same
 sizes, so that torch frees what it would free with us, and allocates once more what we would restore
@@ -8,21 +12,27 @@ or hand back. What they hold is garbage, and so are the gradients.
 
 A line an event, in torch's own order; sizes in bytes, times in microseconds since the step began:
 
-a BLOCK BYTES             torch allocates          f BLOCK   torch frees
+a BLOCK BYTES [STREAM]    torch allocates          f BLOCK   torch frees
 s RECORD BLOCK FROM TO    a storage is saved       h RECORD  the last saved variable over it is gone
 u RECORD ALIAS            backward asks for it     d ALIAS   and is done with it
 t GPU HOST                clocks: what was queued so far has run then on the GPU; the host's now
+
+STREAM is 1, 2, ... for memory of other streams than the compute stream.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import pathlib
 import sys
 from typing import Any
 
-import models
 import torch
+import workload_models
 from shapes import MODELS
+from workload_cases import CASES
 
 WARM_STEPS = 3
 MARK = 10007  # bytes of an allocation that nothing else makes: a place in torch's own order
@@ -45,6 +55,9 @@ class Recorder:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
+        parameter = tensor._base if tensor._base is not None else tensor
+        if parameter.is_leaf and parameter.requires_grad:
+            return tensor
         if storage.data_ptr() in self.before or storage.nbytes() == 0:
             return tensor
         first = tensor.storage_offset() * tensor.element_size()
@@ -58,6 +71,8 @@ class Recorder:
             return packed
         self.mark("u", packed.note)
         flat = torch.empty(packed.bytes, dtype=torch.uint8, device="cuda")
+        if not packed.dtype.is_floating_point:
+            flat.zero_()  # an index must be one
         again = torch.empty(0, dtype=packed.dtype, device="cuda")
         return again.set_(flat.untyped_storage(), packed.offset, packed.shape, packed.stride)
 
@@ -76,12 +91,12 @@ class _Handle:
         self.recorder.mark("h", self.note)
 
 
-def record(training: models.Training) -> list[str]:
+def record(work: workload_models.Workload, number: int) -> list[str]:
     """One step's lines."""
-    for _ in range(WARM_STEPS):
-        training.zero_grad()
-        training.loss().backward()
-    training.zero_grad()
+    for warm in range(WARM_STEPS):
+        work.zero_grad()
+        work.step(number + 1 + warm, contextlib.nullcontext, lambda _: None)
+    work.zero_grad()
     torch.cuda.synchronize()
     before = {
         block["address"]
@@ -92,13 +107,13 @@ def record(training: models.Training) -> list[str]:
     torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python", context=None)
     recorder = Recorder(before)
     recorder.mark("begin")
-    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-        loss = training.loss()
-    loss.backward()
-    del loss
+    hooks = functools.partial(
+        torch.autograd.graph.saved_tensors_hooks, recorder.pack, recorder.unpack
+    )
+    work.step(number, hooks, lambda _: None)
     recorder.mark("end")
     torch.cuda.synchronize()
-    history = torch.cuda.memory._snapshot()["device_traces"][0]
+    history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
     return lines(recorder, history)
 
@@ -114,9 +129,11 @@ def lines(recorder: Recorder, history: list[dict[str, Any]]) -> list[str]:
     notes = iter(enumerate(zip(recorder.notes, recorder.marks, strict=True)))
     wanted: int | None = None  # the record whose unpacked tensor is allocated next
     start_us = None
+    streams: dict[int, int] = {}  # the compute stream is the first mark's
     for event in history:
         action, size, address = event["action"], event["size"], event["addr"]
         if action == "alloc" and size == MARK:
+            streams.setdefault(event["stream"], 0)
             index, (note, mark) = next(notes)
             start_us = event["time_us"] if start_us is None else start_us
             gpu = recorder.marks[0].elapsed_time(mark) * 1e3
@@ -147,7 +164,8 @@ def lines(recorder: Recorder, history: list[dict[str, Any]]) -> list[str]:
         elif action == "alloc":
             serial += 1
             blocks[address] = f"f {serial}"
-            found.append(f"a {serial} {size}")
+            stream = streams.setdefault(event["stream"], len(streams))
+            found.append(f"a {serial} {size} {stream}" if stream else f"a {serial} {size}")
         elif action == "free_requested":
             ended = blocks.pop(address, "")
             if ended:
@@ -156,11 +174,17 @@ def lines(recorder: Recorder, history: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    name, out = sys.argv[1:]
-    builder, shape = MODELS[name]
+    name, out, *number = sys.argv[1:]
+    builder, shape = (CASES[name].model, CASES[name].shape) if name in CASES else MODELS[name]
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(rank)
+    if "LOCAL_RANK" in os.environ:
+        torch.distributed.init_process_group("nccl")
     torch.manual_seed(0)
-    training = models.build(builder, shape, torch.device("cuda"))
-    pathlib.Path(out).write_text("\n".join(record(training)) + "\n")
+    work = workload_models.build(builder, shape, torch.device("cuda"))
+    found = record(work, int(number[0]) if number else 0)
+    if rank == 0:
+        pathlib.Path(out).write_text("\n".join(found) + "\n")
     return 0
 
 

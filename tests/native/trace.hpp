@@ -19,7 +19,7 @@ struct Event {
   char kind = 0;
   std::uint64_t a = 0;
   std::uint64_t b = 0;
-  std::uint64_t first = 0;
+  std::uint64_t first = 0;  // of an allocation its stream, 0 for the compute stream
   std::uint64_t last = 0;
 };
 

@@ -1,0 +1,185 @@
+// A recorded step, replayed on the process allocator in virtual time, with mapping charged.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "native/trace.hpp"
+
+namespace stagehand::core::test {
+
+inline constexpr Bytes kOthers = 2_GiB;  // parameters and the like
+
+// What the host pays for mapping, measured on an H200: it holds nothing up while the host is ahead.
+inline void charge_mapping(driver::Table& table) {
+  static driver::Table real;
+  static std::uint64_t mapped = 0;  // pieces since access was set last
+  real = table;
+  table.mem_create = [](driver::PhysicalHandle* handle, std::size_t bytes,
+                        const driver::AllocationProp* prop, unsigned long long flags) {
+    stagehand_sim_advance_ns(8'000);
+    return real.mem_create(handle, bytes, prop, flags);
+  };
+  table.mem_map = [](driver::DevicePtr address, std::size_t bytes, std::size_t offset,
+                     driver::PhysicalHandle handle, unsigned long long flags) {
+    stagehand_sim_advance_ns(1'000);
+    ++mapped;
+    return real.mem_map(address, bytes, offset, handle, flags);
+  };
+  table.mem_set_access = [](driver::DevicePtr address, std::size_t bytes,
+                            const driver::AccessDesc* access, std::size_t count) {
+    stagehand_sim_advance_ns(10'000 + 23'000 * std::exchange(mapped, 0));
+    return real.mem_set_access(address, bytes, access, count);
+  };
+  table.mem_unmap = [](driver::DevicePtr address, std::size_t bytes) {
+    stagehand_sim_advance_ns(16'000);
+    return real.mem_unmap(address, bytes);
+  };
+}
+
+inline Machine replay_machine() {
+  Machine with = trace_machine();
+  with.patch = [](driver::Table& table) {
+    charge_copies(table);
+    charge_mapping(table);
+  };
+  return with;
+}
+
+// What one replayed step did.
+struct Step {
+  Counters gained;
+  Bytes mapped_peak = 0;
+  std::uint64_t map_calls = 0;
+  std::uint64_t ns = 0;
+};
+
+class Replay {
+ public:
+  explicit Replay(const std::string& name) : rig_(replay_machine()), events_(read_trace(name)) {
+    CHECK(!events_.empty());
+    for (Bytes at = 0; at < kOthers; at += 32_MiB) {
+      rig_.allocate(32_MiB, stream_);
+    }
+    start_ = rig_.counters().occupied;
+    step();
+    peak_ = rig_.counters().occupied_peak;
+    step();
+    unbudgeted_ns_ = step().ns;
+  }
+
+  Counters counters() { return rig_.counters(); }
+  // What the next steps do, from here on.
+  void follow(const std::string& name) { events_ = read_trace(name); }
+  Bytes peak() const { return peak_; }
+  std::uint64_t unbudgeted_ns() const { return unbudgeted_ns_; }
+
+  // A budget of this share of the activations; returns its high watermark.
+  Bytes set_share(double share) {
+    const auto activations = static_cast<double>(peak_ - start_);
+    const Bytes high = start_ + static_cast<Bytes>(share * activations);
+    high_ = high;
+    return high;
+  }
+
+  void verify() {
+    drop_rest();
+    rig_.verify();
+  }
+
+  Step step() {
+    drop_rest();
+    stagehand_sim_drain();
+    if (high_ > 0) {
+      rig_.budget(high_, high_ - 1_GiB);  // the pool is entered
+    }
+    rig_.runtime->reset_peaks();
+    const Counters before = rig_.counters();
+    const std::uint64_t began = stagehand_sim_clock_ns();
+    replay(events_, stream_, [this](const Event& event) { play(event); });
+    stagehand_sim_drain();
+    const Counters after = rig_.counters();
+    Step done;
+    done.gained.evicted_bytes = after.evicted_bytes - before.evicted_bytes;
+    done.gained.overshoot_bytes = after.overshoot_bytes - before.overshoot_bytes;
+    done.gained.pageable_copies = after.pageable_copies - before.pageable_copies;
+    done.gained.prefetch_lates = after.prefetch_lates - before.prefetch_lates;
+    done.map_calls = after.map_calls - before.map_calls;
+    done.mapped_peak = after.mapped_peak;
+    done.ns = stagehand_sim_clock_ns() - began;
+    return done;
+  }
+
+ private:
+  void play(const Event& event) {
+    Runtime& runtime = *rig_.runtime;
+    switch (event.kind) {
+      case 'a':
+        blocks_[event.a] = rig_.allocate(event.b, stream_of(event.first));
+        break;
+      case 'f':
+        CHECK(runtime.free(blocks_.at(event.a)));
+        blocks_.erase(event.a);
+        break;
+      case 's': {
+        const Address base = blocks_.at(event.b);
+        const Saved saved = runtime.save(base, base + event.first, base + event.last);
+        CHECK_EQ(saved.refusal, Refusal::none);
+        if (!records_.emplace(event.a, saved).second) {
+          runtime.drop_handle(saved.record);  // the trace counts one for all
+        }
+        break;
+      }
+      case 'h':
+        runtime.drop_handle(records_.at(event.a).record);
+        records_.erase(event.a);
+        break;
+      case 'u': {
+        const Saved& saved = records_.at(event.a);
+        const Unpacked again = runtime.unpack(saved.record, saved.offset, stream_);
+        CHECK_EQ(again.status, Status::ok);
+        aliases_[event.b] = again.block;
+        break;
+      }
+      case 'd':
+        runtime.drop_alias(aliases_.at(event.a));
+        aliases_.erase(event.a);
+        break;
+      default:
+        CHECK(false);
+    }
+  }
+
+  driver::Stream stream_of(std::uint64_t number) {
+    while (others_.size() < number) {
+      others_.push_back(rig_.stream());
+    }
+    return number == 0 ? stream_ : others_[number - 1];
+  }
+
+  // Gradients, which the next step drops first.
+  void drop_rest() {
+    for (const auto& [id, address] : blocks_) {
+      rig_.runtime->free(address);
+    }
+    blocks_.clear();
+  }
+
+  CoreRig rig_;
+  std::vector<Event> events_;
+  driver::Stream stream_ = rig_.stream();
+  std::vector<driver::Stream> others_;  // whose memory is used beside it
+  Bytes start_ = 0;
+  Bytes peak_ = 0;
+  Bytes high_ = 0;  // 0 before there is a budget
+  std::uint64_t unbudgeted_ns_ = 0;
+  std::map<std::uint64_t, Address> blocks_;
+  std::map<std::uint64_t, Saved> records_;
+  std::map<std::uint64_t, Block*> aliases_;
+};
+
+}  // namespace stagehand::core::test
