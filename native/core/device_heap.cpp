@@ -159,6 +159,9 @@ void DeviceHeap::give(Block* block) {
   block->record = nullptr;
   clocks_.forget_users(block);
   block->keep = false;
+  if (block->clock != &arena.clock) {
+    end_loan(block);
+  }
   if (clocks_.settled(arena.clock, block->fence)) {
     arena.set_state(block, BlockState::free);
     arena.coalesce(block);
@@ -212,13 +215,17 @@ const char* DeviceHeap::broken() const {
       if (arena->find(b->address) != b || arena->find(b->end() - 1) != b) {
         return "the page table does not find a block";
       }
+      const bool held_now = b->state == BlockState::live || b->state == BlockState::retained;
+      if (b->clock != &arena->clock && !held_now) {
+        return "S2: an idle block has another clock than its arena";
+      }
       if ((b->state == BlockState::live) != b->owned()) {
         return "O1: a live block nobody can reach, or a reachable block that is not live";
       }
       if (b->state == BlockState::retained && b->record == nullptr) {
         return "O1: a retained block without a record";
       }
-      held += b->state == BlockState::live || b->state == BlockState::retained ? b->size : 0;
+      held += held_now ? b->size : 0;
       retained += b->state == BlockState::retained ? b->size : 0;
     }
     if (at != arena->base + arena->reserved) {

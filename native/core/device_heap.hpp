@@ -35,6 +35,18 @@ class DeviceHeap {
   Block* take(Arena& arena, Bytes bytes);
   // Makes the blocks first..last (free or evicting) one live block, cut to size, in stream order.
   Block* take_run(Arena& arena, Block* first, Block* last, Bytes bytes);
+  // What comes before the first use of a lent block: its stream waits, or whoever writes it next
+  // does, by the block's fence.
+  enum class Behind : std::uint8_t { stream, fence };
+  // Idle blocks of another stream's arena become one live block that serves the stream of `to`;
+  // null where the driver refuses. device_heap_lend.cpp has this and what belongs to it.
+  Block* lend(Arena& to, Block* first, Block* last, Bytes bytes, Behind behind = Behind::stream);
+  // The same with the best free block of any arena that lends; null when none fits.
+  Block* borrow(Arena& to, Bytes bytes, Behind behind = Behind::stream);
+  bool lends(const Arena& from, const Arena& to) const {
+    return &from != &to && from.key.small == to.key.small && from.key.graph == 0 &&
+           to.key.graph == 0 && from.idle_bytes > 0;
+  }
   // Back to the arena: free, or evicting until its fence is settled.
   void give(Block* block);
   // Evicting blocks whose fence is settled become free; old addresses whose use passed, holes.
@@ -112,7 +124,10 @@ class DeviceHeap {
   Block* cut(Arena& arena, Block* block, Bytes bytes);
   void drop_empty_arenas();
   bool gave_up(Arena& arena);
+  Status fence_run(const Block* first, const Block* last, Arena& to, Fence* fence, Seq* idle_from);
+  void end_loan(Block* block);
   // device_heap_former.cpp
+  void come_to_rest();
   void move_to(Piece& piece, Arena& arena, Address address);
   void mark_last_uses(const Arena& to);
   void forget_former(Block* block);
@@ -123,7 +138,7 @@ class DeviceHeap {
   bool drop_former(Block* block);
   void drop_formers(Arena& arena, bool all, int not_ready);
 
-  static constexpr std::size_t kMostFormers = 2048;  // of an arena: a search looks at all
+  static constexpr std::size_t kMostFormers = 8192;  // of an arena: a search looks at all
   static constexpr std::uint64_t kOfHeap = std::uint64_t{1} << 63;  // marks its blocks as seen
   static constexpr std::size_t kManyArenas = 32;
 

@@ -64,10 +64,26 @@ void DeviceHeap::take_back(Block* block, const Fence& fence, Seq idle_from) {
   make_idle(block, fence, idle_from);
 }
 
+// Idle memory that waits for other streams' work becomes free: its stream waits for it now. Both
+// are of steps that have ended, as far as the host knows.
+void DeviceHeap::come_to_rest() {
+  for (const auto& arena : arenas_) {
+    for (const Block* b = arena->evicting.first(); b != nullptr; b = b->bin_next) {
+      if (!b->fence.never()) {
+        clocks_.order_after(arena->clock, b->fence);  // refused: it stays as it is
+      }
+    }
+    settle(*arena, std::numeric_limits<int>::max());
+  }
+}
+
 // Idle pieces serve where they were mapped first again: a step that begins as the one before began
 // finds the same holes, and takes up the addresses that the one before had to map. Not those of
 // streams that nobody used in that step: what is empty of them can go.
 void DeviceHeap::go_home() {
+  if (counters_.former_bytes > 0) {
+    come_to_rest();  // a piece goes whole
+  }
   moves_.clear();
   for (const auto& arena : arenas_) {
     for (auto& [address, piece] : arena->pieces) {
@@ -92,6 +108,9 @@ void DeviceHeap::go_home() {
   }
   for (const auto& arena : arenas_) {
     arena->asked = false;
+  }
+  if (counters_.former_bytes > 0) {
+    come_to_rest();
   }
 }
 

@@ -241,10 +241,7 @@ Status DeviceHeap::fence_moves(const std::vector<Piece*>& moves, Arena& to, Fenc
     Arena& from = *piece->arena;
     Block* block = from.find(piece->address);
     Fence all = block->fence;
-    if (block->idle_from >= from.clock.upcoming()) {
-      from.clock.now();  // named from here on by what may outlive its arena
-    }
-    if (!all.add({from.clock.index(), block->idle_from})) {
+    if (!all.add(from.clock.tick(block->idle_from))) {
       if (const Status status = clocks_.order_after(from.clock, block->fence);
           status != Status::ok) {
         return status;

@@ -57,6 +57,9 @@ Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
   const Record* record = d_.ledger.find(id);
   Arena* arena = heap_.arena_for(record->stream, bytes, 0);
   Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
+  if (block == nullptr && arena != nullptr) {
+    block = heap_.borrow(*arena, bytes, DeviceHeap::Behind::fence);
+  }
   if (block != nullptr) {
     d_.books.hand_out(block);
   }
@@ -165,6 +168,9 @@ Block* HeapStore::room_without_evicting(Arena& arena, Bytes bytes) {
   if (Block* block = take_idle_window(arena, bytes); block != nullptr) {
     return block;
   }
+  if (Block* block = borrow(arena, bytes); block != nullptr) {
+    return block;
+  }
   if (Block* block = heap_.take_up(arena, bytes); block != nullptr) {  // step 6, without a wait
     return block;
   }
@@ -183,15 +189,45 @@ Block* HeapStore::take_idle_window(Arena& arena, Bytes bytes) {
                       : nullptr;
 }
 
+// Idle memory of other streams, where it is mapped.
+Block* HeapStore::borrow(Arena& arena, Bytes bytes) {
+  if (Block* block = heap_.borrow(arena, bytes); block != nullptr) {
+    return block;
+  }
+  for (const auto& from : heap_.arenas()) {
+    if (!heap_.lends(*from, arena)) {
+      continue;
+    }
+    const FoundWindow window = search_.idle(*from, bytes, d_.transfers.out().clock().index());
+    if (window.found) {
+      return heap_.lend(arena, window.blocks->front(), window.blocks->back(), bytes);
+    }
+  }
+  return nullptr;
+}
+
 // Step 4: the victims that make a hole here. Where it would cost much more than the request lacks,
 // victims that leave in any case, wherever they are: their pieces are moved here. So are those of
 // what is needed last, where no hole can be made.
 Evicted HeapStore::evict_for(Arena& arena, Bytes bytes, Attempt& attempt) {
-  const FoundWindow window = search_.with_victims(arena, bytes, d_.transfers.out().clock().index());
-  if (!window.found || window.leaving > lacking(bytes) + kWorthMoving) {
+  const std::uint32_t out = d_.transfers.out().clock().index();
+  const auto cheap = [&](const FoundWindow& found) {
+    return found.found && found.leaving <= lacking(bytes) + kWorthMoving;
+  };
+  FoundWindow window = search_.with_victims(arena, bytes, out);
+  if (!cheap(window)) {
+    for (const auto& from : heap_.arenas()) {
+      if (from.get() == &arena || from->key.small != arena.key.small || from->key.graph != 0) {
+        continue;
+      }
+      if (const FoundWindow there = search_.with_victims(*from, bytes, out); cheap(there)) {
+        return evict_window(there, attempt);  // and borrow what they leave
+      }
+    }
     if (const Evicted moved = evict_planned(arena, bytes, attempt); moved != Evicted::nobody) {
       return moved;
     }
+    window = search_.with_victims(arena, bytes, out);
   }
   if (window.found) {
     return evict_window(window, attempt);

@@ -45,6 +45,7 @@ class HeapStore final : public Store {
  private:
   Block* reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
+  Block* borrow(Arena& arena, Bytes bytes);
   Block* take_idle_window(Arena& arena, Bytes bytes);
   Evicted evict_for(Arena& arena, Bytes bytes, Attempt& attempt);
   Evicted evict_planned(Arena& arena, Bytes bytes, Attempt& attempt);

@@ -76,6 +76,11 @@ class StreamClock {
     named_ = true;
     return {index_, next_};
   }
+  // All work queued before event number `seq`, for the same.
+  Tick tick(Seq seq) {
+    named_ |= seq >= next_;
+    return {index_, seq};
+  }
   // Records an event behind everything queued so far; returns its tick. Fails on a stream that is
   // being captured into a CUDA graph: the event would be the graph's, and tell nothing.
   Status record(Tick* tick);

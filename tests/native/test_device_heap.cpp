@@ -191,6 +191,50 @@ TEST("gathering moves free pieces of other streams behind their last use, withou
   CHECK(other.find(a->address) == nullptr);
 }
 
+TEST("memory lent to another stream is behind its last use, and comes back behind the borrower") {
+  Heap h;
+  Arena& lender = h.arena();
+  Arena& borrower = h.arena(h.rig.stream());
+  Block* block = h.grown(lender, 32_MiB);
+  h.fill(block, 1);
+  h.give(block);
+  const Address address = block->address;
+  const std::uint64_t mapped = h.counters.map_calls;
+  for (std::uint64_t round = 2; round < 6; ++round) {
+    Block* lent = h.own(h.heap.borrow(borrower, 20_MiB));
+    CHECK(lent != nullptr);
+    CHECK_EQ(lent->address, address);
+    CHECK_EQ(lent->size, 20_MiB);
+    CHECK(lent->clock == &borrower.clock);
+    h.fill(lent, round);
+    h.verify();
+    h.give(lent);
+    CHECK(lent->clock == &lender.clock);
+    CHECK(lent->state == BlockState::evicting);  // the borrower's work is queued still
+    Block* whole = h.own(h.heap.take_run(lender, lent, lent->next, 32_MiB));
+    h.fill(whole, 10 * round);
+    h.give(whole);
+    CHECK(whole->state == BlockState::free);
+  }
+  CHECK_EQ(h.counters.loans, 4);
+  CHECK_EQ(h.counters.map_calls, mapped);
+  stagehand_sim_drain();
+  h.verify();
+}
+
+TEST("a small request borrows no large block, and a graph's memory is not lent") {
+  Heap h;
+  h.give(h.grown(h.arena(), 32_MiB));
+  Arena& graph = h.arena(h.rig.stream(), 32_MiB, 7);
+  h.give(h.grown(graph, 32_MiB));
+  const driver::Stream other = h.rig.stream();
+  CHECK(h.heap.borrow(h.arena(other, 4_KiB), 4_KiB) == nullptr);
+  CHECK(h.heap.borrow(graph, 8_MiB) == nullptr);
+  CHECK(h.heap.lends(h.arena(), h.arena(other)));
+  CHECK(!h.heap.lends(graph, h.arena(other)));
+  h.verify();
+}
+
 TEST("a former address is unmapped only once its last use has passed") {
   Heap t;
   Arena& other = t.arena(t.rig.stream());

@@ -187,6 +187,24 @@ TEST("S6: each consumer of one restore waits on its own stream") {
   });
 }
 
+// Freed on its stream, lent to another, and back on its own: a copy out may read it all the while.
+TEST("S2: memory lent to another stream waits for the copy out, the lender and the borrower") {
+  prove(Rule::S2, kMachine, [](CoreRig& rig) {
+    const driver::Stream s = rig.stream();
+    const driver::Stream other = rig.stream();
+    rig.budget(2_MiB, 2_MiB);
+    const Held held = rig.retain(kBlock, s);
+    rig.evict_all(s);
+    for (const driver::Stream on : {other, s, other}) {
+      const Tensor tensor = rig.make(1_MiB, on);
+      rig.check(tensor, on);
+      rig.drop(tensor);
+    }
+    CHECK(planted_rule != Rule::none || rig.counters().loans > 0);
+    rig.back(held, s);
+  });
+}
+
 TEST("S2, S3: memory gathered from more streams than a fence names waits for all of them") {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     CoreRig rig({.seed = seed, .classes = {{16_MiB}, {2}}});

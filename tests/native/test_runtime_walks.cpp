@@ -115,7 +115,7 @@ TEST("step 5: eviction goes on until occupied is at or below low") {
   rig.verify_empty();
 }
 
-TEST("step 6: another stream's free memory is moved, not added to, without a host wait") {
+TEST("step 6: another stream's free memory is lent, not added to, without a host wait") {
   CoreRig rig;
   const driver::Stream s = rig.stream();
   const driver::Stream other = rig.stream();
@@ -127,7 +127,8 @@ TEST("step 6: another stream's free memory is moved, not added to, without a hos
   }
   CHECK(rig.counters().mapped_peak <= 64_MiB);
   CHECK_EQ(rig.counters().host_waits, 0);
-  CHECK(rig.counters().gathers > 0);
+  CHECK_EQ(rig.counters().loans, 1);
+  CHECK_EQ(rig.counters().gathers, 0);
   rig.verify_empty();
 }
 

@@ -74,6 +74,11 @@ TEST("U-Net: half of the memory, and nothing is mapped once it is learned") {
   expect_at_most("unet.txt", {{0.75, 110, 130, 40}, {0.5, 112, 205, 80}, {0.4, 105, 240, 80}});
 }
 
+// Memory of three streams: what is gathered, reduced and computed takes turns.
+TEST("FSDP2: memory is lent between streams, and nothing is mapped once it is learned") {
+  expect_at_most("fsdp2.txt", {{0.85, 115, 101}, {0.75, 112, 116}});
+}
+
 TEST("ViT: what is far ahead comes back while the link is idle") {
   expect_at_most("vit.txt", {{0.9, 115, 103}, {0.88, 110, 106}, {0.85, 110, 116}});
 }
