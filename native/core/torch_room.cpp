@@ -29,6 +29,11 @@ constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind
 // moved out of their way.
 Bytes TorchStore::room_for_small() { return kSmallSegments + cache_.small_growth(); }
 
+// What the cache may grow by for a request and the small ones around it.
+Bytes TorchStore::growth_for(Bytes request) {
+  return cache_.growth_for(request) + (request > kSmallLimit ? room_for_small() : 0);
+}
+
 // Others use the device too, and torch asks only once: what growth may reach at most.
 Bytes TorchStore::roof_of_driver(Bytes growth, Bytes roof) {
   std::size_t driver_free = 0;
@@ -66,8 +71,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   const bool over = d_.counters.overshoot_bytes > over_at_entry_;
   const Bytes request = known == 0 && over ? d_.plan.largest_request() : known;
   const Bytes between = std::max(d_.budget.high - d_.budget.low, kUnknownRequest);
-  const Bytes growth = std::max(known == 0 ? between : 0,
-                                request != 0 ? cache_.growth_for(request) + room_for_small() : 0);
+  const Bytes growth = std::max(known == 0 ? between : 0, request != 0 ? growth_for(request) : 0);
   const Bytes roof = roof_of_driver(growth, d_.ceiling());
   if (fits_under(d_.counters.mapped, growth, roof)) {
     return !due.storages.empty();
@@ -210,7 +214,7 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
 // back: what it asks for then lies in segments of its own size. Not after every step that had to
 // give segments back: each would be made again in every step.
 void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
-  const Bytes growth = cache_.growth_for(request) + room_for_small();
+  const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
   for (bool look = true;;) {

@@ -96,6 +96,7 @@ class TorchStore final : public Store {
   bool wait_for_copy(Entry& entry, Record& record);
   Bytes can_release(Bytes free_segments) const;
   Bytes room_for_small();
+  Bytes growth_for(Bytes request);
   Bytes roof_of_driver(Bytes growth, Bytes roof);
 
   Device& d_;
