@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stagehand_alloc._errors import ConfigError, SizeError
-from stagehand_alloc._host import available_host_bytes
+from stagehand_alloc._host import available_host_bytes, default_host_limit
 
 MIB = 1 << 20
 BLOCK_NAME = "activation_stagehand"
@@ -218,7 +218,7 @@ class Config:
     telemetry_enabled: bool = False
     telemetry_file: str = "activation_telemetry.jsonl"
     recompute_threshold_bytes: int = 0
-    host_limit: Size | None = None  # of host memory; None: half of what the machine has available
+    host_limit: Size | None = None  # of host memory; None: default_host_limit()
     build_trigger: bool = True  # False: the trigger library is neither built nor loaded
 
     def __post_init__(self) -> None:
@@ -265,10 +265,9 @@ class Config:
 
     def host_limit_bytes(self) -> int:
         """How much host memory evicted bytes may take; a fraction is of what is available."""
-        available = available_host_bytes()
         if self.host_limit is None:
-            return available // 2
-        limit = parse_size(self.host_limit, available, "host_limit")
+            return default_host_limit()
+        limit = parse_size(self.host_limit, available_host_bytes(), "host_limit")
         self._check_host_limit(limit)
         return min(limit, UNLIMITED)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from stagehand_alloc import _build, _cache, _driver, _recipe, _telemetry, _trigger
 from stagehand_alloc._config import format_bytes
 from stagehand_alloc._errors import StagehandError
-from stagehand_alloc._host import available_host_bytes
+from stagehand_alloc._host import available_host_bytes, default_host_limit, local_ranks
 
 
 def main(telemetry: str | None = None) -> int:
@@ -74,13 +74,16 @@ def _devices() -> str:
 
 
 def _host() -> str:
-    return f"{format_bytes(available_host_bytes())} available for evicted activations, half used"
+    ranks = local_ranks()
+    shared = f", shared by {ranks} processes" if ranks > 1 else ""
+    found = format_bytes(available_host_bytes())
+    return f"{found} available for evicted activations, half used{shared}"
 
 
 def _pinned_memory(
     huge_pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
 ) -> str:
-    limit = f"grows as needed, by default to {format_bytes(available_host_bytes() // 2)}"
+    limit = f"grows as needed, by default to {format_bytes(default_host_limit())}"
     try:
         mode = huge_pages.read_text().partition("[")[2].partition("]")[0]
     except OSError:

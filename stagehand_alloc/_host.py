@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
+_LOCAL_RANKS = (  # how many processes of a job run on this machine, as launchers say it
+    "LOCAL_WORLD_SIZE",  # torchrun, accelerate, Lightning
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def default_host_limit() -> int:
+    """Half of what the machine has available, shared with the job's other processes on it."""
+    return available_host_bytes() // 2 // local_ranks()
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes of this job share the machine, by the launcher's word; 1 without any."""
+    for name in _LOCAL_RANKS:
+        found = environment.get(name, "")
+        if found.isdecimal() and int(found) > 0:
+            return int(found)
+    return 1
 
 
 def available_host_bytes(

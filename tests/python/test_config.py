@@ -13,7 +13,7 @@ import pytest
 import stagehand_alloc
 from stagehand_alloc import Config, ConfigError, SizeError, load_config
 from stagehand_alloc._config import format_bytes, parse_size, resolve_budget
-from stagehand_alloc._host import available_host_bytes
+from stagehand_alloc._host import available_host_bytes, local_ranks
 
 GIB = 1 << 30
 TOTAL = 24 * GIB
@@ -221,6 +221,28 @@ def test_the_host_limit_defaults_to_half_of_what_is_available() -> None:
     available = available_host_bytes()
     assert abs(Config().host_limit_bytes() - available // 2) < available // 4
     assert Config(host_limit=0.25).host_limit_bytes() < available // 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4(x2)"}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
+    ],
+)
+def test_ranks_on_one_machine_are_counted_by_the_launchers_word(
+    environment: dict[str, str], ranks: int
+) -> None:
+    assert local_ranks(environment) == ranks
+
+
+def test_ranks_on_one_machine_share_the_default_host_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Config().host_limit_bytes()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert alone // 8 < Config().host_limit_bytes() < alone // 2
 
 
 def test_available_host_memory_respects_control_groups(tmp_path: Path) -> None:
