@@ -33,6 +33,8 @@ enum class Rule { none, S1, S2, S3, S4, S5, S6 };
 #ifdef STAGEHAND_TESTING
 inline bool pinned_is_touched = true;   // set before any other thread runs
 inline Rule planted_rule = Rule::none;  // set before any other thread runs
+// Where set, no thread pins ahead: a test does, and who waits for pinned memory calls this.
+inline void (*pin_by_hand)() = nullptr;
 inline bool holds(Rule rule) { return planted_rule != rule; }
 #else
 constexpr bool holds(Rule) { return true; }

@@ -18,9 +18,12 @@ class Departures {
  public:
   explicit Departures(Device& device) : d_(device) {}
 
+  // A pool was entered, with so much in use.
+  void begin_step(Bytes occupied) { occupied_before_ = occupied; }
   // A record was retained. In forward, what the plan expects to leave is copied out at once;
   // without a plan, while memory is short, as much of what is needed last as would bring it down
-  // to `low`. Planned victims whose copy is done leave where memory is about to run short.
+  // to `low`. In a step that is new, where memory will run short, a part of what was saved before
+  // that too. Planned victims whose copy is done leave where memory is about to run short.
   void retained(Record& record);
 
   enum class Staged { yes, held_back, no_slab };
@@ -44,13 +47,16 @@ class Departures {
   static constexpr std::size_t kBatchCopies = 64;
 
   bool write_back(Record& record);
-  void write_back_ahead();
+  void write_back_ahead(const Record& newest);
+  Bytes over_low();
+  Bytes ahead_of_need(const Record& record);
   void let_leave();
   bool queue(std::span<Record* const> records);
 
   Device& d_;
   std::uint32_t step_ = 0;         // of which the following are
   std::deque<RecordId> to_leave_;  // planned victims, in the order of their copies
+  Bytes occupied_before_ = 0;      // the step
   std::size_t held_back_ = 0;      // planned write-backs that a cap held back
   std::vector<RecordId> staged_;
   Bytes staged_bytes_ = 0;

@@ -1,19 +1,21 @@
 // When the pinned pool grows, and by what.
 #include <algorithm>
+#include <numeric>
 
 #include "core/check.hpp"
 #include "core/pinned_pool.hpp"
 
 namespace stagehand::core {
 
-// What may still be pinned: what is being pinned counts.
+// What is pinned, and what is being pinned.
+Bytes PinnedPool::planned() const {
+  return std::accumulate(coming_.begin(), coming_.end(), counters_.pinned_bytes);
+}
+
+// What may still be pinned.
 Bytes PinnedPool::room() const {
-  Bytes taken = counters_.pinned_bytes;
-  for (const Bytes coming : coming_) {
-    taken += coming;
-  }
   const Bytes limit = std::min(host_limit_, refused_at_);
-  return held_ ? 0 : limit - std::min(limit, taken);
+  return held_ ? 0 : limit - std::min(limit, planned());
 }
 
 Chunk PinnedPool::reserve(std::size_t size, Bytes want) {
@@ -34,23 +36,48 @@ Chunk PinnedPool::reserve(std::size_t size, Bytes want) {
 Chunk PinnedPool::start_growth(Bytes wanted) { return reserve(class_for(wanted), kPiece); }
 
 Chunk PinnedPool::start_growth_ahead() {
-  for (std::size_t i = sizes_.cells; i < initial_.size(); ++i) {
-    if (initial_[i] > 0) {
-      if (const Chunk chunk = reserve(i, initial_[i]); chunk.size > 0) {
-        return chunk;
+  const auto grow = [this](auto wanted) {
+    Chunk chunk;
+    for (std::size_t i = sizes_.cells; i < sizes_.bytes.size() && chunk.size == 0; ++i) {
+      if (const Bytes bytes = wanted(i); bytes > 0) {
+        chunk = reserve(i, bytes);
       }
     }
+    return chunk;
+  };
+  Chunk chunk = grow([this](std::size_t i) {
+    const bool due = spare_due_[i];
+    spare_due_[i] = false;
+    return due ? kPiece : 0;
+  });
+  if (chunk.size == 0) {
+    chunk = grow([this](std::size_t i) {
+      return expected_[i] - std::min(expected_[i], made_[i] + coming_[i]);
+    });
   }
-  for (std::size_t i = sizes_.cells; i < spare_due_.size(); ++i) {
-    if (spare_due_[i]) {
-      spare_due_[i] = false;
-      if (const Chunk chunk = reserve(i, kPiece); chunk.size > 0) {
-        return chunk;
-      }
-    }
+  if (chunk.size == 0) {
+    chunk = grow([this](std::size_t i) { return initial_[i]; });
   }
-  due_ = false;
-  return {};
+  if (chunk.size == 0) {
+    chunk = grow([this](std::size_t i) {
+      const bool last = i + 1 == sizes_.bytes.size() || sizes_.bytes[i + 1] > kFirst;
+      return last ? first_ - std::min(first_, planned()) : 0;
+    });
+  }
+  due_ = chunk.size > 0;
+  return chunk;
+}
+
+// As `take` would choose slabs with all of them free.
+void PinnedPool::expect(Bytes bytes, Bytes of) {
+  for (Bytes left = bytes; left > 0;) {
+    const std::size_t size = sizes_.choose(left, bytes);
+    const std::size_t whole = sizes_.class_of(size);
+    expected_[whole] += sizes_.bytes[size] / of;
+    due_ =
+        due_ || (expected_[whole] > made_[whole] + coming_[whole] && room() >= sizes_.bytes[whole]);
+    left -= std::min(left, sizes_.bytes[size]);
+  }
 }
 
 void PinnedPool::finish_growth(Chunk chunk, bool pinned) {
@@ -63,6 +90,7 @@ void PinnedPool::finish_growth(Chunk chunk, bool pinned) {
   chunk.number = ++chunk_numbers_;
   chunks_.push_back(chunk);
   counters_.pinned_bytes += chunk.size;
+  made_[chunk.slab_size] += chunk.size;
   patience_ = 1;
   for (Bytes at = 0; at < chunk.size; at += chunk.slab_bytes) {
     Slab* slab = node();

@@ -7,15 +7,18 @@
 
 namespace stagehand::core {
 
-void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit) {
+void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit, Bytes first) {
   host_limit_ = host_limit;
+  first_ = first;
   if (sizes_.bytes.empty() || classes.bytes != classes_.bytes) {
     SH_CHECK(chunks_.empty() && growing_ == 0);
     sizes_ = SlabSizes(classes);
     free_.assign(sizes_.bytes.size(), {});
     next_.assign(sizes_.bytes.size(), nullptr);
     uncut_later_.assign(sizes_.bytes.size(), nullptr);
+    made_.assign(sizes_.bytes.size(), 0);
     coming_.assign(sizes_.bytes.size(), 0);
+    expected_.assign(sizes_.bytes.size(), 0);
   }
   classes_ = classes;
   classes_.counts.resize(classes_.bytes.size(), 0);
@@ -26,10 +29,7 @@ void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit) {
   retries_ = 0;
   for (std::size_t i = 0; i < classes_.bytes.size(); ++i) {
     const std::size_t size = sizes_.cells + i;
-    Bytes have = coming_[size];
-    for (const Chunk& chunk : chunks_) {
-      have += chunk.slab_size == size ? chunk.size : 0;
-    }
+    const Bytes have = coming_[size] + made_[size];
     const Bytes wanted = classes_.counts[i] * classes_.bytes[i];
     initial_[size] = wanted - std::min(wanted, have);
   }
@@ -246,6 +246,8 @@ std::vector<Chunk> PinnedPool::take_chunks() {
     free.clear();
   }
   uncut_later_.assign(uncut_later_.size(), nullptr);
+  made_.assign(made_.size(), 0);
+  expected_.assign(expected_.size(), 0);
   counters_.pinned_bytes = 0;
   cut_bytes_ = 0;
   return chunks;
@@ -254,8 +256,10 @@ std::vector<Chunk> PinnedPool::take_chunks() {
 std::vector<Chunk> PinnedPool::take_chunks_above(Bytes keep, ClockBank& clocks) {
   while (make_whole_any()) {
   }
+  first_ = 0;
   initial_.assign(initial_.size(), 0);
   spare_due_.assign(spare_due_.size(), false);
+  expected_.assign(expected_.size(), 0);
   std::vector<Chunk> gone;
   for (std::size_t i = chunks_.size(); i-- > 0 && counters_.pinned_bytes > keep;) {
     const Chunk chunk = chunks_[i];
@@ -276,6 +280,7 @@ std::vector<Chunk> PinnedPool::take_chunks_above(Bytes keep, ClockBank& clocks) 
     free.erase(begin, end);
     chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(i));
     counters_.pinned_bytes -= chunk.size;
+    made_[chunk.slab_size] -= chunk.size;
     gone.push_back(chunk);
   }
   return gone;

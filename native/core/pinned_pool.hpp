@@ -47,8 +47,9 @@ class PinnedPool {
  public:
   explicit PinnedPool(Counters& counters) : counters_(counters) { configure({}, kUnlimited); }
 
-  // Other sizes only while there is no chunk. Slabs of the initial counts are due from here on.
-  void configure(const SizeClasses& classes, Bytes host_limit);
+  // Other sizes only while there is no chunk. Slabs of the initial counts are due from here on, and
+  // more until there are `first` bytes.
+  void configure(const SizeClasses& classes, Bytes host_limit, Bytes first = 0);
   const SizeClasses& classes() const { return classes_; }
 
   // Slabs for `bytes`, appended to `slabs`: as SlabSizes chooses them, or where there is none of
@@ -64,8 +65,11 @@ class PinnedPool {
   // Growth: what to map and pin now so that `take(wanted)` goes on; its bytes count against the
   // host limit from here on. Of size 0 when the limit is reached.
   Chunk start_growth(Bytes wanted);
-  // The same for who grows ahead of need: the initial counts, then spare slabs where slabs were
-  // taken last.
+  // One in `of` storages of that size will be asked for in this step.
+  void expect(Bytes bytes, Bytes of);
+  void begin_step() { expected_.assign(expected_.size(), 0); }
+  // The same for who grows ahead of need: spare slabs where slabs were taken last, what is
+  // expected, then the initial counts, then what `first` lacks.
   Chunk start_growth_ahead();
   // Not pinned: the driver refuses more. It is asked again after a while (`retry`), since asking
   // costs milliseconds.
@@ -99,6 +103,7 @@ class PinnedPool {
 
  private:
   static constexpr Bytes kFill = 1_MiB;     // a large storage is not spread over smaller slabs
+  static constexpr Bytes kFirst = 16_MiB;   // slabs that most storages fill; smaller ones do not
   static constexpr Bytes kPiece = 256_MiB;  // one growth pins so much, or one slab
   static constexpr Bytes kSpare = 256_MiB;  // free slabs to keep ahead of need,
   static constexpr Bytes kSpareShare = 4;   // and this share of what is taken
@@ -118,6 +123,7 @@ class PinnedPool {
   Slab* node();
   bool passed(const Fence& fence, ClockBank& clocks) const;
   Bytes free_bytes(std::size_t size) const { return free_[size].size() * sizes_.bytes[size]; }
+  Bytes planned() const;
   Bytes room() const;
 
   Counters& counters_;
@@ -136,8 +142,11 @@ class PinnedPool {
   std::vector<std::map<std::byte*, Slab*>> free_;
   std::vector<std::byte*> next_;
   std::vector<Slab*> uncut_later_;  // a slab all of whose cells are back: kept for the next ones
-  std::vector<Bytes> initial_;      // bytes of the initial counts that were not started yet
-  std::vector<Bytes> coming_;       // bytes being made
+  Bytes first_ = 0;
+  std::vector<Bytes> initial_;   // bytes of the initial counts that were not started yet
+  std::vector<Bytes> made_;      // bytes of all chunks
+  std::vector<Bytes> coming_;    // bytes being made
+  std::vector<Bytes> expected_;  // bytes that this step is likely to take
   std::vector<bool> spare_due_;
   Bytes cut_bytes_ = 0;         // slabs that are cut,
   Bytes taken_cell_bytes_ = 0;  // and what of them is taken

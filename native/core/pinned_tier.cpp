@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/background.hpp"
+#include "core/check.hpp"
 
 namespace stagehand::core {
 
@@ -37,6 +38,14 @@ void PinnedTier::give(Slab* slab) {
   }
 }
 
+void PinnedTier::expect(Bytes bytes, Bytes of) {
+  const Lock lock(mutex_);
+  pool_.expect(bytes, of);
+  if (options_.ahead && pool_.growth_due()) {
+    work_.notify_one();
+  }
+}
+
 Slab* PinnedTier::take_pageable(Bytes bytes) {
   std::byte* host = map_host(PinnedPool::pageable_bytes(bytes), -1);
   if (host == nullptr) {
@@ -49,6 +58,18 @@ Slab* PinnedTier::take_pageable(Bytes bytes) {
 void PinnedTier::begin_step() {
   const Lock lock(mutex_);
   pool_.retry();
+  pool_.begin_step();
+}
+
+void PinnedTier::wait_until(Lock& lock, auto done) {
+#ifdef STAGEHAND_TESTING
+  while (pin_by_hand != nullptr && !done()) {
+    lock.unlock();
+    pin_by_hand();
+    lock.lock();
+  }
+#endif
+  answers_.wait(lock, done);
 }
 
 bool PinnedTier::wait_for(Entry& entry, Bytes missing) {
@@ -62,7 +83,7 @@ bool PinnedTier::wait_for(Entry& entry, Bytes missing) {
   requests_.push_back(&request);
   ++counters_.host_waits;
   work_.notify_one();
-  answers_.wait(lock, [&] { return request.answered; });
+  wait_until(lock, [&] { return request.answered; });
   return request.made || (!options_.ahead && make_here(lock, missing));
 }
 
@@ -110,6 +131,12 @@ void PinnedTier::start_pinner() {
   if (pinner_process_ != 0) {
     return;
   }
+#ifdef STAGEHAND_TESTING
+  if (pin_by_hand != nullptr) {
+    pinner_process_ = getpid();
+    return;
+  }
+#endif
   if (start_background([this] { pin_ahead(); })) {
     pinner_process_ = getpid();
   } else {
@@ -188,6 +215,20 @@ Chunk PinnedTier::begin_chunk(Lock& lock, Toucher& toucher) {
   return Chunk{};
 }
 
+#ifdef STAGEHAND_TESTING
+Chunk PinnedTier::begin_chunk() {
+  Toucher toucher;
+  Lock lock(mutex_);
+  return begin_chunk(lock, toucher);
+}
+
+void PinnedTier::end_chunk(Chunk chunk) {
+  const bool pinned = pin_chunk(gate_.table(), &chunk);
+  const Lock lock(mutex_);
+  finish(chunk, pinned);
+}
+#endif
+
 bool PinnedTier::has_classes(const SizeClasses& classes) {
   const Lock lock(mutex_);
   return classes.bytes == pool_.classes().bytes;
@@ -197,9 +238,7 @@ void PinnedTier::hold(bool held) {
   Lock lock(mutex_);
   pool_.hold(held);
   work_.notify_one();
-  while (held && pinner_runs() && pool_.growing()) {
-    answers_.wait(lock);
-  }
+  wait_until(lock, [&] { return !held || !pinner_runs() || !pool_.growing(); });
 }
 
 bool PinnedTier::idle() {
@@ -219,7 +258,7 @@ std::vector<Chunk> PinnedTier::take_chunks() {
 
 void PinnedTier::configure(const SizeClasses& classes, Bytes host_limit, PinnedOptions options) {
   const Lock lock(mutex_);
-  pool_.configure(classes, host_limit);
+  pool_.configure(classes, host_limit, options.ahead ? options.first : 0);
   options_ = options;
   if (options_.ahead) {
     start_pinner();

@@ -21,6 +21,7 @@ namespace stagehand::core {
 struct PinnedOptions {
   bool ahead = false;  // a thread of our own pins before it is needed; else whoever needs it does
   int numa_node = -1;  // where host memory should come from; -1: anywhere
+  Bytes first = 0;     // pinned from the start, beyond the initial counts if those are less
 };
 
 class Tier {
@@ -30,6 +31,9 @@ class Tier {
   // was taken, and one of `missing` bytes is what was not there.
   virtual bool take(Bytes bytes, bool squeeze, std::vector<Slab*>* slabs, Bytes* missing) = 0;
   virtual void give(Slab* slab) = 0;
+  // One in `of` storages like this one is likely to come here in this step: room for it is made
+  // ahead of need.
+  virtual void expect(Bytes bytes, Bytes of) = 0;
   // Waits, without the device's lock, for room of that size to be made. False: none is to be had.
   virtual bool wait_for(Entry& entry, Bytes missing) = 0;
 };
@@ -40,6 +44,7 @@ class PinnedTier final : public Tier {
 
   bool take(Bytes bytes, bool squeeze, std::vector<Slab*>* slabs, Bytes* missing) override;
   void give(Slab* slab) override;
+  void expect(Bytes bytes, Bytes of) override;
   bool wait_for(Entry& entry, Bytes missing) override;
   // A slab outside the pool, used when nothing can be pinned. Null when the host has no memory.
   // Maps memory: without the device's lock.
@@ -64,6 +69,13 @@ class PinnedTier final : public Tier {
   std::vector<Demand::Peak> demand();
   const char* broken();
 
+#ifdef STAGEHAND_TESTING
+  // What the thread that pins does, by hand: `pin_by_hand` is set. Of size 0: nothing is to be
+  // done.
+  Chunk begin_chunk();
+  void end_chunk(Chunk chunk);
+#endif
+
  private:
   // What somebody waits for. Lives on the stack of who waits.
   struct Request {
@@ -80,6 +92,7 @@ class PinnedTier final : public Tier {
   bool make_here(Lock& lock, Bytes wanted);
   void finish(const Chunk& chunk, bool pinned);
   void answer(Request* request, bool made);
+  void wait_until(Lock& lock, auto done);
 
   Gate& gate_;
   RankedMutex mutex_{Rank::host};

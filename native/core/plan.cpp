@@ -252,6 +252,15 @@ bool Plan::leaves(Place place) const {
   return entry != nullptr && entry->leaves && step->trace->predicts(step->seen.high);
 }
 
+bool Plan::is_new() const {
+  if (now_ == nullptr || now_->diverged) {
+    return now_ == nullptr;
+  }
+  const Trace* trace = now_->trace.get();
+  const Bytes other = trace != nullptr ? trace->high : 0;
+  return std::max(other, high_) - std::min(other, high_) > high_ / kAlike;
+}
+
 Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
   const Step* step = nullptr;
   const Entry* entry = expected(place, &step);

@@ -59,6 +59,8 @@ class Plan {
   bool leaves(Place place) const;
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
+  // Whether nothing is known of what leaves in a step like this one inside such a budget.
+  bool is_new() const;
   PlanState state() const;
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }

@@ -123,6 +123,9 @@ class Runtime {
   std::string report(Bytes bytes);
   // Empty, or the first broken invariant. Walks everything.
   std::string invariants_broken();
+#ifdef STAGEHAND_TESTING
+  PinnedTier& pinned() { return d_.host; }  // to pin by hand
+#endif
 
  private:
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,

@@ -74,6 +74,7 @@ void Runtime::set_budget(const Budget& budget) {
   d_.books.arm(budget);
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
+  d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();
   pool_serial_ = d_.books.serial();

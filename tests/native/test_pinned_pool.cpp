@@ -294,6 +294,43 @@ TEST("spare slabs are due when few are left where slabs are taken") {
   pool.pool.give(slab);
 }
 
+TEST("what a step is likely to take is made ahead: of each size its share, until it is there") {
+  Pool pool({{1_MiB, 4_MiB}, {0, 0}});
+  CHECK_EQ(pool.pool.start_growth_ahead().size, 0);
+  for (int i = 0; i < 8; ++i) {
+    pool.pool.expect(4_MiB, 4);
+  }
+  pool.pool.expect(8_MiB, 4);  // two slabs
+  CHECK(pool.pool.growth_due());
+  const Chunk large = pool.pool.start_growth_ahead();
+  CHECK_EQ(large.slab_bytes, 4_MiB);
+  CHECK_EQ(large.size, 8_MiB);  // of 10 MiB, whole slabs
+  pool.pool.finish_growth(large, false);
+  pool.pool.begin_step();
+  CHECK_EQ(pool.pool.start_growth_ahead().size, 0);  // of the step before
+}
+
+TEST("slabs of the first amount come after the initial ones, and whoever takes slabs comes first") {
+  Pool pool({{1_MiB, 4_MiB, 32_MiB}, {2, 0, 0}}, 64_MiB);
+  pool.pool.configure(pool.pool.classes(), 64_MiB, 10_MiB);
+  std::vector<Slab*> none;
+  Bytes missing = 0;
+  CHECK(!pool.pool.take(32_MiB, false, &none, &missing));
+  const Chunk asked = pool.pool.start_growth_ahead();
+  CHECK_EQ(asked.slab_bytes, 32_MiB);
+  pool.pool.finish_growth(asked, false);
+  pool.pool.configure(pool.pool.classes(), 64_MiB, 10_MiB);
+  const Chunk initial = pool.pool.start_growth_ahead();
+  CHECK_EQ(initial.slab_bytes, 1_MiB);
+  CHECK_EQ(initial.size, 2_MiB);
+  const Chunk first = pool.pool.start_growth_ahead();
+  CHECK_EQ(first.slab_bytes, 4_MiB);  // the largest of at most 16 MiB
+  CHECK_EQ(first.size, 8_MiB);
+  CHECK_EQ(pool.pool.start_growth_ahead().size, 0);  // there are 10 MiB
+  pool.pool.finish_growth(initial, false);
+  pool.pool.finish_growth(first, false);
+}
+
 TEST("a limit below one slab of the smallest class pins nothing") {
   Pool pool({{1_MiB, 4_MiB}, {4, 2}}, 1_MiB - 1);
   CHECK_EQ(pool.pool.start_growth_ahead().size, 0);

@@ -47,6 +47,24 @@ TEST("the first step expects nothing") {
   CHECK(plan.state() == PlanState::learning);
 }
 
+TEST("a step is new until one like it was learned inside such a budget; one that diverged is not") {
+  Plan plan;
+  CHECK(plan.is_new());
+  const auto first = forward(plan, {4_MiB, 8_MiB}, {0});
+  CHECK(plan.is_new());
+  backward(plan, first);
+  const auto second = forward(plan, {4_MiB});
+  CHECK(!plan.is_new());
+  backward(plan, {second.front(), plan.saved(2_MiB)});
+  CHECK(plan.state() == PlanState::diverged);
+  CHECK(!plan.is_new());
+  plan.begin_step(kHigh / 2, 0);
+  CHECK(plan.follows());
+  CHECK(plan.is_new());
+  plan.begin_step(kHigh - kHigh / 128, 0);  // as where what is free of the device goes up and down
+  CHECK(!plan.is_new());
+}
+
 TEST("what left in the last step is expected to leave in the next one like it") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB, 4_MiB}, {0, 1});
