@@ -22,6 +22,7 @@ DEFAULT_HIGH = 0.90
 DEFAULT_LOW = 0.80
 UNLIMITED = 1 << 62  # the core's "no watermark" is above this
 LEAST_PIECE = 64 << 10  # below it a copy costs the same however small
+FIRST_SHARE = 32  # of a device's memory is pinned from the start, where nothing else is asked for
 LEAST_RATE = 10 * 1000**2  # per second: below it a step takes minutes, and looks as if it hung
 
 Size: TypeAlias = int | float | str
@@ -262,6 +263,12 @@ class Config:
         sizes = [mb * MIB for mb in self.pinned_pool_classes_mb]
         counts = self.slabs_per_class
         return sizes, [counts] * len(sizes) if isinstance(counts, int) else list(counts)
+
+    def first_share(self) -> int:
+        """Pinned first: one part in so many of the device. 0: no more than the slabs asked for."""
+        asked = (self.pinned_pool_classes_mb, self.slabs_per_class)
+        default = (Config.pinned_pool_classes_mb, Config.slabs_per_class)
+        return FIRST_SHARE if asked == default else 0
 
     def host_limit_bytes(self) -> int:
         """How much host memory evicted bytes may take; a fraction is of what is available."""

@@ -576,6 +576,7 @@ def _configure_pinned(native: Any, config: Config) -> None:
                 # On the simulated GPU nothing runs that a seed does not decide.
                 ahead=not _install.is_simulated(),
                 numa_nodes=[] if _install.is_simulated() else _driver.numa_nodes(),
+                first_share=config.first_share(),
             )
             # While tensors of an earlier step use the slabs: the next entry tries again.
             _pinned = wanted if done else None

@@ -15,7 +15,7 @@ namespace {
 
 constexpr Bytes kHugePage = 2_MiB;
 constexpr Bytes kTouchThreshold = 64_MiB;  // from here several threads fault the pages in,
-constexpr unsigned kTouchThreads = 16;     // at most so many
+constexpr unsigned kTouchThreads = 16;     // at most so many, and half of the cores
 constexpr int kPreferred = 1;              // MPOL_PREFERRED of linux/mempolicy.h
 
 // Preferred, not bound: memory of another node is slower, no memory is worse. Where it cannot be
@@ -91,7 +91,7 @@ void Toucher::start(std::byte* host, Bytes size) {
   if (size < kTouchThreshold || !touches()) {
     return;
   }
-  const unsigned count = std::clamp(std::thread::hardware_concurrency(), 1u, kTouchThreads);
+  const unsigned count = std::clamp(std::thread::hardware_concurrency() / 2, 1u, kTouchThreads);
   const Bytes share = round_up(size / count, kHugePage);
   Bytes begin = 0;
   try {

@@ -2,9 +2,15 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace stagehand::entry {
+
+namespace {
+// Several processes may share the machine, each with a limit of what is available.
+constexpr core::Bytes kFirstOfLimit = 8;
+}  // namespace
 
 Registry& Registry::get() {
   static Registry* leaked = [] {
@@ -91,7 +97,12 @@ bool Registry::configure_pinned(core::Runtime& runtime, int device,
                                 const PinnedSettings& settings) {
   const auto at = static_cast<std::size_t>(device);
   const int node = at < settings.numa_nodes.size() ? settings.numa_nodes[at] : -1;
-  return runtime.configure_pinned(settings.classes, settings.host_limit, {settings.ahead, node});
+  const core::Bytes first = settings.first_share == 0
+                                ? 0
+                                : std::min(runtime.device_bytes() / settings.first_share,
+                                           settings.host_limit / kFirstOfLimit);
+  return runtime.configure_pinned(settings.classes, settings.host_limit,
+                                  {settings.ahead, node, first});
 }
 
 bool Registry::configure_pinned(const PinnedSettings& settings) {

@@ -48,6 +48,8 @@ class Registry {
     core::Bytes host_limit = core::kUnlimited;
     bool ahead = false;           // as core::PinnedOptions says
     std::vector<int> numa_nodes;  // by device; devices beyond it have none
+    core::Bytes first_share = 0;  // pinned first: one part in so many of each device; 0: no more
+                                  // than the counts say
   };
   bool configure_pinned(const PinnedSettings& settings);
 

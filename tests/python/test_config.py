@@ -280,3 +280,10 @@ def test_version_1_control_groups_count_too(tmp_path: Path) -> None:
 )
 def test_bytes_are_written_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_a_share_of_the_device_is_pinned_first_unless_slabs_were_asked_for() -> None:
+    assert Config().first_share() > 0
+    assert Config(slabs_per_class=2).first_share() == 0
+    asked = Config(pinned_pool_classes_mb=(2,), slabs_per_class=(2,))
+    assert asked.first_share() == 0
