@@ -362,6 +362,13 @@ Bytes CacheMap::take_largest_request() {
   return std::exchange(largest_request_, 0);
 }
 
+void CacheMap::forget_request(Bytes allocated_peak_before) {
+  const Lock lock(mutex_);
+  largest_request_ = 0;
+  peak_since_ = usage_.allocated;
+  usage_.allocated_peak = std::max(allocated_peak_before, usage_.allocated);
+}
+
 void CacheMap::forget_kept() {
   const Lock lock(mutex_);
   kept_.clear();
@@ -388,6 +395,17 @@ std::optional<CacheMap::Owner> CacheMap::owner_of(Address address) {
   const Lock lock(mutex_);
   const auto found = segment_of(address);
   return found != segments_.end() ? std::optional(found->second.owner) : std::nullopt;
+}
+
+CacheMap::Hole CacheMap::largest_hole() {
+  const Lock lock(mutex_);
+  Hole found;
+  for (const auto& [owner, holes] : holes_) {
+    if (owner.pool == Owner{}.pool && !holes.empty() && *holes.rbegin() > found.bytes) {
+      found = {owner, *holes.rbegin()};
+    }
+  }
+  return found;
 }
 
 Bytes CacheMap::largest_hole(const Owner& owner) {

@@ -80,6 +80,8 @@ class CacheMap {
   void set_mark(Bytes bytes);
   // The largest request since the last call.
   Bytes take_largest_request();
+  // A request of the engine's own is over: as if it had not been.
+  void forget_request(Bytes allocated_peak_before);
   // A pool is entered: from here on it is known which blocks are younger than this call.
   void begin_step();
   // Whether torch has handed out a large block at the address.
@@ -92,6 +94,12 @@ class CacheMap {
   std::optional<Owner> owner_of(Address address);
   // The largest hole of a segment for large blocks.
   Bytes largest_hole(const Owner& owner);
+  // The largest of all that release_cached would give back, and whose it is.
+  struct Hole {
+    Owner owner;
+    Bytes bytes = 0;
+  };
+  Hole largest_hole();
   // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
   // any but the default pool for as long as the pool lives.
   Bytes releasable();

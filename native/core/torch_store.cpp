@@ -282,8 +282,8 @@ bool TorchStore::begin_step(Bytes target) {
   }
   refresh();
   over_at_entry_ = d_.counters.overshoot_bytes;
-  const bool anew = std::exchange(start_anew_, false);
-  return (d_.counters.mapped > target || anew) &&
+  anew_ = std::exchange(start_anew_, false);
+  return (d_.counters.mapped > target || anew_) &&
          (cache_.releasable() > 0 || segments_.has_free_piece());
 }
 
@@ -292,12 +292,30 @@ void TorchStore::end_step() {
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
 }
 
-Bytes TorchStore::trim(Entry& entry, Bytes) {
+// torch gives back all that is free, or nothing. What the step needs again would have to be mapped
+// again, an expandable segment's a page at a time. So the largest hole is taken meanwhile, as far
+// as it may stay; other streams find a part of the budget free. Where that hole is not most of what
+// may stay, as in a cache of many segments, all goes back: it would be in the way of larger ones.
+Bytes TorchStore::trim(Entry& entry, Bytes target) {
+  constexpr Bytes kOthers = 16;     // a part of what may stay
+  constexpr Bytes kPages = 40_MiB;  // of an expandable segment, on either side of the hole
   take_stuck();
+  refresh();
+  const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
+  const CacheMap::Hole hole = cache_.largest_hole();
+  const Bytes stays = std::min(hole.bytes, most - most / kOthers);
+  const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
   {
     const Unlocked unlocked(entry);
+    const Bytes peak = cache_.usage().allocated_peak;
+    HeldStorage held;
+    const bool kept = worth && held_.side().make(d_.number, stays, hole.owner.stream, true, &held);
     released = release_cached().value_or(0);
+    if (kept) {
+      held_.side().drop(held.storage);
+      cache_.forget_request(peak);
+    }
   }
   const bool some = segments_.has_free_piece();  // what MemPools gave back
   return released + (some && d_.room.wait_for_gpu(entry) ? segments_.trim() : 0);

@@ -116,6 +116,7 @@ class TorchStore final : public Store {
   Bytes live_retained_ = 0;         // retained at the last refresh
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
+  bool anew_ = false;               // as it does now
 };
 
 }  // namespace stagehand::core

@@ -24,6 +24,7 @@ struct Machine {
   SizeClasses classes{{1_MiB}, {8}};         // large records take several slabs
   Bytes host_limit = 63_MiB;  // the first growth takes it all; from 64 MiB on it is slow
   bool ahead = false;         // a thread pins ahead: what it has pinned when is up to the scheduler
+  Bytes first = 0;            // PinnedOptions::first
   std::function<void(driver::Table&)> patch = [](driver::Table&) {};  // the driver, before its use
 };
 
@@ -133,7 +134,7 @@ class CoreRig {
       std::string error;
       Runtime* const opened = Runtime::open(*kept(new driver::Table(driver)), device, &error);
       CHECK_EQ(error, "");
-      opened->configure_pinned(with.classes, with.host_limit, {with.ahead, -1});
+      opened->configure_pinned(with.classes, with.host_limit, {with.ahead, -1, with.first});
       runtimes.push_back(kept(opened));
     }
     runtime = runtimes.front();

@@ -127,6 +127,35 @@ TEST("a hole is its stream's and its pool's alone") {
   CHECK(!map.owner_of(kBase - 1).has_value());
 }
 
+TEST("the largest hole of all is one that torch would give back") {
+  Map map;
+  CHECK_EQ(map.largest_hole().bytes, 0);
+  map.segment(0, 20_MiB);
+  map.alloc(0, 12_MiB);
+  int other = 0;
+  map.stream = &other;
+  map.segment(20_MiB, 10_MiB);
+  CHECK_EQ(map.largest_hole().bytes, 10_MiB);
+  CHECK(map.largest_hole().owner.stream == &other);
+  map.pool = {0, 1};
+  map.segment(40_MiB, 60_MiB);  // a MemPool's
+  CHECK_EQ(map.largest_hole().bytes, 10_MiB);
+}
+
+TEST("a request of the engine's own leaves no trace") {
+  Map map;
+  map.segment(0, 60_MiB);
+  map.alloc(0, 4_MiB);
+  map.since();
+  map.alloc(4_MiB, 40_MiB);
+  map.freed(4_MiB, 40_MiB);
+  map.forget_request(4_MiB);
+  CHECK_EQ(map.usage().allocated_peak, 4_MiB);
+  const CacheMap::Since since = map.since();
+  CHECK_EQ(since.largest_request, 0);
+  CHECK_EQ(since.allocated_peak, 4_MiB);
+}
+
 TEST("blocks of small segments are counted, and neither holes nor walked") {
   Map map;
   map.segment(0, 2_MiB);

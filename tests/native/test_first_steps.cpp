@@ -1,0 +1,144 @@
+// The first step inside a budget: what it does before anybody knows what will leave.
+#include <algorithm>
+#include <string>
+
+#include "native/first_steps.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+// A budget of that share of the activations, as benchmarks/measures.py has it. What the first step
+// takes, in percent of the settled ones; a step without it came before, and pinning is charged for.
+struct Bar {
+  double share;
+  double percent;
+};
+
+template <typename Side>
+void expect_at_most(const std::string& trace, const std::vector<Bar>& bars) {
+  Bytes start = 0;
+  Bytes peak = 0;
+  {
+    FirstSteps<Side> plain(trace);
+    plain.measure();
+    start = plain.start();
+    peak = plain.peak();
+  }
+  const Bytes activations = peak - start;
+  for (const Bar& bar : bars) {
+    FirstSteps<Side> steps(trace);
+    steps.warm_up();
+    const Bytes high = start + static_cast<Bytes>(bar.share * static_cast<double>(activations));
+    steps.set(high, high - std::min<Bytes>(1_GiB, activations / 10));
+    const Done first = steps.step();
+    CHECK(first.evicted >= peak - high);
+    for (int i = 0; i < 3; ++i) {
+      steps.step();
+    }
+    const Done later = steps.step();
+    CHECK(static_cast<double>(first.ns) <= bar.percent / 100 * static_cast<double>(later.ns));
+    steps.verify();
+  }
+}
+
+TEST("GPT: a first step takes hardly longer than a later one") {
+  expect_at_most<HeapSide>("gpt_8k.txt", {{0.85, 105}, {0.75, 110}, {0.5, 115}});
+  expect_at_most<HeldSide>("gpt_8k.txt", {{0.85, 105}, {0.75, 115}, {0.5, 120}});
+}
+
+// Here the link, and then host memory, is what a first step waits for.
+TEST("ViT: what the link does not carry in forward is all that a first step waits for") {
+  expect_at_most<HeapSide>("vit.txt", {{0.85, 130}, {0.75, 115}});
+  expect_at_most<HeldSide>("vit.txt", {{0.85, 130}, {0.75, 120}});
+}
+
+TEST("FSDP2: memory of several streams in a first step") {
+  expect_at_most<HeapSide>("fsdp2.txt", {{0.75, 110}});
+  expect_at_most<HeldSide>("fsdp2.txt", {{0.75, 110}});
+}
+
+// What 32 MiB of tensors that are saved and dropped have copied out, with as much memory mapped
+// already as is said.
+Bytes copied(Bytes mapped, Bytes high) {
+  HandPinner pinner;
+  CoreRig rig({.classes = {{1_MiB}, {32}}, .ahead = true});
+  pinner.work_for(*rig.runtime);
+  pinner.finish();
+  const driver::Stream s = rig.stream();
+  std::vector<Tensor> tensors;
+  for (Bytes at = 0; at < mapped; at += 2_MiB) {
+    tensors.push_back(rig.make(2_MiB, s));
+  }
+  for (const Tensor& tensor : tensors) {
+    rig.drop(tensor);
+  }
+  rig.budget(high, high);
+  std::vector<Held> held = rig.retain_many(16, 2_MiB, s);
+  rig.runtime->clear_budget();
+  CHECK_EQ(rig.counters().evicted, 0);
+  const Bytes bytes = rig.counters().evicted_bytes;
+  rig.back_all(held, s);
+  pinner.finish();
+  rig.verify_empty();
+  return bytes;
+}
+
+TEST("where high was near before, a new step copies a part of what it saves ahead of need") {
+  const Bytes bytes = copied(64_MiB, 64_MiB);
+  CHECK(bytes >= 4_MiB);
+  CHECK(bytes <= 8_MiB);  // not all of it
+}
+
+TEST("where memory is still to be mapped, or there is plenty, a new step copies nothing ahead") {
+  CHECK_EQ(copied(16_MiB, 64_MiB), 0);
+  CHECK_EQ(copied(64_MiB, 128_MiB), 0);
+}
+
+TEST("a step that stays below half of its room has no host memory made for it") {
+  for (const int tensors : {14, 40}) {
+    HandPinner pinner;
+    CoreRig rig({.classes = {{1_MiB, 2_MiB}, {1, 0}}, .ahead = true});
+    pinner.work_for(*rig.runtime);
+    pinner.finish();
+    const driver::Stream s = rig.stream();
+    rig.budget(120_MiB, 120_MiB);
+    std::vector<Held> held = rig.retain_many(tensors, 2_MiB, s);
+    pinner.finish();
+    CHECK_EQ(rig.counters().pinned_bytes > 1_MiB, tensors == 40);
+    CHECK_EQ(rig.counters().evicted_bytes, 0);
+    rig.back_all(held, s);
+    rig.verify_empty();
+  }
+}
+
+// Expandable, as in benchmarks: one hole is all that is free.
+TEST(
+    "a lower budget leaves torch's largest hole mapped as far as it may stay, and asks for "
+    "nothing") {
+  HeldRig rig({.memory = 2_GiB, .classes = {{4_MiB}, {8}}});
+  rig.torch.expandable = true;
+  const driver::Stream s = rig.stream();
+  rig.budget(1_GiB, 1_GiB);
+  std::vector<HeldTensor> tensors;
+  for (int i = 0; i < 40; ++i) {
+    tensors.push_back(rig.make(20_MiB, s));
+  }
+  rig.drop_all(tensors);
+  rig.runtime->clear_budget();
+  rig.runtime->reset_peaks();
+  rig.budget(500_MiB, 450_MiB);
+  CHECK(rig.torch.reserved() <= 500_MiB);
+  CHECK(rig.torch.reserved() >= 380_MiB);
+  CHECK_EQ(rig.torch.storages(), 0);
+  CHECK_EQ(rig.counters().live_peak, 0);
+  CHECK_EQ(rig.cache.take_largest_request(), 0);
+  rig.runtime->clear_budget();
+  rig.runtime->trim(0);
+  CHECK_EQ(rig.torch.reserved(), 0);  // asked for all, it gives all
+  rig.verify_empty();
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
