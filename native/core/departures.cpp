@@ -58,7 +58,7 @@ bool Departures::write_back(Record& record) {
 }
 
 void Departures::write_back_ahead() {
-  const bool planned = d_.plan.follows();
+  const bool planned = d_.plan.follows() && !d_.plan.guesses();
   if (planned ? held_back_ == 0 : d_.counters.occupied <= d_.budget.low) {
     return;
   }
