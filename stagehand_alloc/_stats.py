@@ -64,7 +64,7 @@ class PoolStats:
     high: int = 0
     low: int = 0
     limit: int = 0
-    plan_follows: int = 0  # 1 while the step repeats the last one, whose evictions it then plans on
+    plan_follows: int = 0  # 1 while the step repeats an earlier one, or is like it in all but sizes
     plan_state: str = "none"  # or "learning", "following", "diverged", "declined"
     records: int = 0
     handles: int = 0

@@ -93,7 +93,7 @@ Bytes Departures::ahead_of_need(const Record& record) {
 }
 
 void Departures::write_back_ahead(const Record& newest) {
-  const bool planned = d_.plan.follows();
+  const bool planned = d_.plan.follows() && !d_.plan.guesses();
   // Under a plan what a cap held back before.
   Bytes wanted = planned ? (held_back_ > 0 ? kUnlimited : 0) : over_low();
   const Bytes ahead = ahead_of_need(newest);

@@ -60,6 +60,9 @@ class DeviceHeap {
   // idle blocks lie side by side. Calls nothing of the driver but waits of streams. Null when there
   // is none.
   Block* take_up(Arena& arena, Bytes bytes);
+  // Pieces are larger from here on. False where they are already, or so little is mapped that it
+  // makes no difference.
+  bool coarsen();
   // A step begins: idle memory serves where it was mapped first.
   void go_home();
   // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack,
@@ -147,6 +150,7 @@ class DeviceHeap {
   std::vector<driver::AccessDesc> access_;  // this device, then its peers
   const Bytes device_bytes_;
   const Bytes granularity_;
+  Bytes least_piece_ = granularity_;  // of large blocks
   ClockBank& clocks_;
   Counters& counters_;
   BlockNodes nodes_;

@@ -12,7 +12,20 @@ namespace stagehand::core {
 // block of its kind is whole pieces, which can move. Of a power of two, so that pieces of one size
 // of request fit together with those of another.
 Bytes DeviceHeap::piece_for(Bytes bytes) const {
-  return std::clamp(round_up(std::bit_floor(bytes / 8), granularity_), granularity_, kLargestPiece);
+  const Bytes least = bytes > kSmallLimit ? least_piece_ : granularity_;
+  return std::clamp(round_up(std::bit_floor(bytes / 8), granularity_), least, kLargestPiece);
+}
+
+// Where sizes differ in each step, its holes are elsewhere each time: pieces of small requests
+// would move by the hundreds. From here on they are larger, of what is mapped.
+bool DeviceHeap::coarsen() {
+  constexpr Bytes kPieces = 512;
+  if (least_piece_ > granularity_) {
+    return false;
+  }
+  least_piece_ =
+      std::clamp(std::bit_floor(counters_.mapped / kPieces), granularity_, kLargestPiece);
+  return least_piece_ > granularity_;
 }
 
 // The hole that needs the least new memory, counting a free block that ends where it begins, with

@@ -1,6 +1,7 @@
 #include "core/heap_store.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.hpp"
 #include "core/device.hpp"
@@ -68,13 +69,15 @@ Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
 
 bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
-  return d_.counters.mapped > target && heap_.has_free_piece();
+  renews_ = d_.plan.varies() && heap_.coarsen();
+  return renews_ || (d_.counters.mapped > target && heap_.has_free_piece());
 }
 
 Bytes HeapStore::in_use() const { return d_.counters.occupied; }
 
 Bytes HeapStore::trim(Entry& entry, Bytes target) {
-  return d_.room.wait_for_gpu(entry) ? heap_.trim(target) : 0;
+  const bool all = std::exchange(renews_, false);
+  return d_.room.wait_for_gpu(entry) ? heap_.trim(all ? 0 : target) : 0;
 }
 
 Status HeapStore::add_peer(int device) {
@@ -305,15 +308,18 @@ void HeapStore::evict_next_small(Arena& arena) {
 // Step 7.
 Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
   const Bytes before = d_.counters.mapped;
-  const Status grown = heap_.grow(arena, bytes, d_.budget.limit, 0);
+  Status grown = Status::ok;
   Block* block = nullptr;
-  if (grown == Status::ok) {
-    block = heap_.take(arena, bytes);
-  } else if (arena.key.graph == 0 && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {
+  // What is free elsewhere first: above `high` by what is lacking, not by all that is asked for.
+  if (arena.key.graph == 0 && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {
     block = heap_.take(arena, bytes);
     if (block == nullptr) {
       block = take_idle_window(arena, bytes);
     }
+  }
+  if (block == nullptr) {
+    grown = heap_.grow(arena, bytes, d_.budget.limit, 0);
+    block = grown == Status::ok ? heap_.take(arena, bytes) : nullptr;
   }
   if (block == nullptr) {
     *status = grown == Status::driver_failed ? grown : Status::out_of_memory;

@@ -22,20 +22,9 @@ Plan::Step* Plan::step_of(std::uint32_t serial) {
   return const_cast<Step*>(std::as_const(*this).step_of(serial));
 }
 
-bool Plan::Trace::repeats(const Trace& other) const {
-  return depth == other.depth && high == other.high && begins_like(other) &&
-         std::equal(entries.begin(), entries.end(), other.entries.begin(), other.entries.end(),
-                    [](const auto& a, const auto& b) { return a.block_bytes == b.block_bytes; });
-}
-
-bool Plan::Trace::begins_like(const Trace& other) const {
-  const auto [less, more] = std::minmax(live_before, other.live_before);
-  return more - less <= std::min(high, other.high) / kAlike;
-}
-
 // Of this budget rather than of another; then one that began with as much live; then what came
 // after the last trace the last time; then the newest.
-std::shared_ptr<Plan::Trace> Plan::likeliest(const Trace& seen, auto may) const {
+std::shared_ptr<Trace> Plan::likeliest(const Trace& seen, auto may) const {
   std::uint32_t follower = 0;
   for (const auto& trace : traces_) {
     follower = trace->id == learned_ ? trace->follower : follower;
@@ -92,20 +81,64 @@ bool Plan::over(const Step& step) const {
 
 // Keeps to the trace while the newest size is its; else looks for another with all sizes so far.
 void Plan::follow(Step& step) {
+  if (step.kin) {
+    follow_kin(step);
+    return;
+  }
   const std::size_t count = step.seen.entries.size();
   const auto has = [&](const Trace& trace, std::size_t begin) {
     return trace.entries.size() >= count &&
-           std::equal(
-               step.seen.entries.begin() + static_cast<std::ptrdiff_t>(begin),
-               step.seen.entries.end(), trace.entries.begin() + static_cast<std::ptrdiff_t>(begin),
-               [](const Entry& a, const Entry& b) { return a.block_bytes == b.block_bytes; });
+           std::equal(step.seen.entries.begin() + static_cast<std::ptrdiff_t>(begin),
+                      step.seen.entries.end(),
+                      trace.entries.begin() + static_cast<std::ptrdiff_t>(begin),
+                      [](const auto& a, const auto& b) { return a.block_bytes == b.block_bytes; });
   };
   if (step.trace == nullptr || has(*step.trace, count - 1)) {
     return;
   }
-  step.trace = likeliest(step.seen, [&](const Trace& trace) { return has(trace, 0); });
   ++version_;
-  step.diverged = step.trace == nullptr;
+  if (auto trace = likeliest(step.seen, [&](const Trace& one) { return has(one, 0); });
+      trace != nullptr) {
+    step.trace = std::move(trace);
+    return;
+  }
+  if (auto trace = nearest(step.seen); trace != nullptr) {
+    step.trace = std::move(trace);  // else the one so far, which has been forgotten meanwhile
+  }
+  step.kin.follow(step.trace, step.seen);
+}
+
+// Beside a trace that is not of its sizes, until most of what is saved is not like it.
+void Plan::follow_kin(Step& step) {
+  version_ += step.kin.saved(step.seen) ? 1 : 0;
+  if (step.kin.lost()) {
+    step.kin = {};
+    step.trace = nullptr;
+    step.diverged = true;
+    ++version_;
+  }
+}
+
+// Of this budget rather than of another; then one that began with as much live; then one whose size
+// is near the newest record's in its place; then the one of which the least left, since holes
+// that happened to cost more are not to be repeated; then the newest.
+std::shared_ptr<Trace> Plan::nearest(const Trace& seen) const {
+  constexpr Bytes kNear = 8;  // as near as another where both differ by less than an eighth
+  const std::size_t newest = seen.entries.size() - 1;
+  const auto rank = [&](const Trace& trace) {
+    const std::size_t place = std::min(newest, trace.entries.size() - 1);
+    const auto [less, more] =
+        std::minmax(seen.entries[newest].block_bytes, trace.entries[place].block_bytes);
+    return std::tuple(trace.high == seen.high, trace.begins_like(seen), kNear * less / more,
+                      kUnlimited - trace.evicted_bytes());
+  };
+  std::shared_ptr<Trace> best;
+  for (const auto& trace : traces_) {
+    if (trace->depth == seen.depth && (best == nullptr || rank(*trace) > rank(*best))) {
+      best = trace;
+    }
+  }
+  return best;
 }
 
 void Plan::evicted(Place place) {
@@ -122,7 +155,7 @@ void Plan::unpacked(Place place) {
   using_ = step;
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
-  Entry& entry = step->seen.entries[place.index];
+  Trace::Entry& entry = step->seen.entries[place.index];
   entry.used = static_cast<std::uint32_t>(step->seen.by_use.size());
   entry.used_at = ++uses_ - step->began;
 }
@@ -156,35 +189,15 @@ Bytes Plan::expected_request() const {
   if (!follows()) {
     return 0;
   }
-  constexpr std::size_t kAround = 4;
-  const std::size_t place = now_->seen.entries.size() + now_->seen.by_use.size();
-  Bytes request = now_->trace->requested(place);
-  if (request == 0) {
-    for (std::size_t i = place - std::min(place, kAround); i <= place + kAround; ++i) {
-      request = std::max(request, now_->trace->requested(i));
-    }
+  const Step& step = *now_;
+  if (!step.kin) {
+    return step.trace->request_at(step.seen.entries.size() + step.seen.by_use.size());
   }
-  return request;
-}
-
-Bytes Plan::Trace::evicted_bytes() const {
-  Bytes bytes = 0;
-  for (const Entry& entry : entries) {
-    bytes += entry.evicted ? entry.block_bytes : 0;
-  }
-  return bytes;
-}
-
-Bytes Plan::Trace::memory() const {
-  return entries.capacity() * sizeof(Entry) + by_use.capacity() * sizeof(std::uint32_t) +
-         (live.capacity() + requests.capacity() + requests_before.capacity()) * sizeof(Bytes);
-}
-
-Bytes Plan::Trace::requested(std::size_t place) const {
-  const auto at = [&](const std::vector<Bytes>& all) {
-    return place < all.size() ? all[place] : 0;
-  };
-  return std::max(at(requests), at(requests_before));
+  // So many were asked for by where the newest of them stands in the trace.
+  const auto& uses = step.seen.by_use;
+  const std::size_t used =
+      uses.empty() ? 0 : step.trace->entries[step.kin.place_of(uses.back())].used;
+  return step.kin.request_at(step.kin.next_place() + used);
 }
 
 void Plan::end(Step* step) {
@@ -201,20 +214,30 @@ void Plan::learn(Step& step) {
   auto trace = std::make_shared<Trace>(std::move(step.seen));
   const auto same = std::find_if(traces_.begin(), traces_.end(),
                                  [&](const auto& one) { return one->repeats(*trace); });
+  const bool same_kind = same != traces_.end();
   // What left is to leave again, in the lesser of two such steps: a hole that happened to cost more
   // is not repeated.
-  const bool fewer = same == traces_.end() || trace->evicted_bytes() <= (*same)->evicted_bytes();
+  const bool fewer = !same_kind || trace->evicted_bytes() <= (*same)->evicted_bytes();
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;
   }
-  if (same != traces_.end()) {
+  if (same_kind) {
     trace->id = (*same)->id;
     trace->follower = (*same)->follower;
     trace->unavoidable = std::min((*same)->live_peak, trace->live_peak);
     trace->requests_before = (*same)->requests;
+    trace->repeated = serial_;
     traces_.erase(same);
   } else {
     trace->id = ++ids_;
+    if (step.kin) {
+      trace->unavoidable = std::min(step.kin.live_peak(trace->live_before), trace->live_peak);
+    }
+  }
+  if (same_kind) {
+    varied_ = 0;
+  } else {
+    varied_ += step.kin || step.diverged ? 1 : 0;
   }
   learned_ = trace->id;
   for (const auto& one : traces_) {
@@ -226,30 +249,51 @@ void Plan::learn(Step& step) {
     trace->follower = trace->id;
   }
   traces_.push_front(std::move(trace));
+  forget();
+}
+
+// The oldest go first. Shapes that are seen once and never again must not push out those that
+// repeat: of these a few are kept, and the oldest of the others goes.
+void Plan::forget() {
+  const auto repeats = [&](const Trace& trace) {
+    return trace.repeated != 0 && serial_ - trace.repeated < kRemembered;
+  };
+  const auto once = static_cast<std::size_t>(std::count_if(
+      traces_.begin(), traces_.end(), [&](const auto& one) { return !repeats(*one); }));
+  if (traces_.size() > kTraces) {
+    const auto oldest = std::find_if(traces_.rbegin(), traces_.rend(), [&](const auto& one) {
+      return once <= kSeenOnce || !repeats(*one);
+    });
+    traces_.erase(std::next(oldest).base());
+  }
   Bytes bytes = 0;
   for (auto one = std::next(traces_.begin()); one != traces_.end(); ++one) {
     bytes += (*one)->memory();
   }
-  while (traces_.size() > kTraces || (traces_.size() > 1 && bytes > kTraceBytes)) {
+  while (traces_.size() > 1 && bytes > kTraceBytes) {
     bytes -= std::min(bytes, traces_.back()->memory());
     traces_.pop_back();
   }
 }
 
 // What the step's trace says of the record; null without one.
-const Plan::Entry* Plan::expected(Place place, const Step** step) const {
+const Trace::Entry* Plan::expected(Place place, const Step** step) const {
   *step = step_of(place.step);
-  if (*step == nullptr || (*step)->trace == nullptr ||
-      place.index >= (*step)->trace->entries.size()) {
+  if (*step == nullptr || (*step)->trace == nullptr) {
     return nullptr;
   }
-  return &(*step)->trace->entries[place.index];
+  const std::uint32_t at = (*step)->kin ? (*step)->kin.place_of(place.index) : place.index;
+  return at < (*step)->trace->entries.size() ? &(*step)->trace->entries[at] : nullptr;
 }
 
 bool Plan::leaves(Place place) const {
   const Step* step = nullptr;
-  const Entry* entry = expected(place, &step);
-  return entry != nullptr && entry->leaves && step->trace->predicts(step->seen.high);
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr) {
+    return false;
+  }
+  return step->kin ? step->kin.leaves(place.index)
+                   : entry->leaves && step->trace->predicts(step->seen.high);
 }
 
 bool Plan::is_new() const {
@@ -263,7 +307,7 @@ bool Plan::is_new() const {
 
 Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
   const Step* step = nullptr;
-  const Entry* entry = expected(place, &step);
+  const Trace::Entry* entry = expected(place, &step);
   if (entry == nullptr) {
     return 2 * kUnplanned - order;
   }
@@ -277,26 +321,44 @@ bool Plan::knows(Place place) const {
 
 bool Plan::next_after(Place place, Place* next, RecordId* record) const {
   const Step* step = nullptr;
-  const Entry* entry = expected(place, &step);
-  if (entry == nullptr || entry->used == 0 || entry->used >= step->trace->by_use.size()) {
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr) {
     return false;
   }
-  *next = {place.step, step->trace->by_use[entry->used]};
-  if (next->index >= step->seen.entries.size()) {
+  std::uint32_t index = Kin::kNone;
+  if (step->kin) {
+    index = step->kin.next_after(place.index);
+  } else if (entry->used != 0 && entry->used < step->trace->by_use.size()) {
+    index = step->trace->by_use[entry->used];
+  }
+  if (index >= step->seen.entries.size()) {
     return false;
   }
-  *record = step->seen.entries[next->index].record;
+  *next = {place.step, index};
+  *record = step->seen.entries[index].record;
   return true;
 }
 
 Bytes Plan::live_after(Place place) const {
   const Step* step = nullptr;
-  const Entry* entry = expected(place, &step);
-  return entry != nullptr && entry->used != 0 ? step->trace->live[entry->used] : 0;
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr || entry->used == 0) {
+    return 0;
+  }
+  return step->kin ? step->kin.live(entry->used, step->seen.live_before)
+                   : step->trace->live[entry->used];
 }
 
 Bytes Plan::unavoidable() const {
-  return follows() && now_->trace->unavoidable > high_ ? now_->trace->unavoidable : 0;
+  if (!follows()) {
+    return 0;
+  }
+  const Trace& trace = *now_->trace;
+  Bytes least = trace.repeated != 0 ? trace.unavoidable : 0;
+  if (now_->kin) {
+    least = now_->kin.unavoidable(now_->seen.live_before);
+  }
+  return least > high_ ? least : 0;
 }
 
 PlanState Plan::state() const {
@@ -310,7 +372,7 @@ PlanState Plan::state() const {
     return PlanState::diverged;
   }
   const auto& entries = now_->seen.entries;
-  return std::any_of(entries.begin(), entries.end(), [](const Entry& e) { return e.evicted; })
+  return std::any_of(entries.begin(), entries.end(), [](const auto& e) { return e.evicted; })
              ? PlanState::learning
              : PlanState::none;
 }

@@ -6,22 +6,23 @@
 // under), it is expected to repeat the rest too: which records leave the GPU, in which order
 // backward asks for them, and how much live memory there is on the way. Several traces are kept, so
 // that shapes may alternate, and a step's own records may outlive the start of the next one
-// (micro-batches in a pipeline). On the first size that no trace has, the rest is reactive.
+// (micro-batches in a pipeline). From the first size that no trace has, the step follows the trace
+// nearest to it as its kin (kin.hpp); where too little fits, the rest is reactive.
 #pragma once
 
 #include <list>
 #include <memory>
 #include <vector>
 
-#include "core/types.hpp"
+#include "core/kin.hpp"
 
 namespace stagehand::core {
 
 enum class PlanState : std::uint8_t {
   none,       // nothing remembered, and nothing needed yet
   learning,   // records leave, and no step like this one is remembered
-  following,  // the step repeats one that is remembered
-  diverged,   // it did, up to a size that none has
+  following,  // the step repeats one that is remembered, or is like one in all but its sizes
+  diverged,   // it did, up to where too little fits
   declined,   // it does, but live memory alone is above `high`: moving records cannot hold it there
 };
 
@@ -61,6 +62,10 @@ class Plan {
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
+  // Whether that is a guess: the trace is not of its sizes.
+  bool guesses() const { return follows() && now_->kin; }
+  // Whether the last steps, more than there are traces of, were all of sizes not seen before.
+  bool varies() const { return varied_ > kTraces; }
   PlanState state() const;
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
@@ -78,47 +83,15 @@ class Plan {
 
  private:
   static constexpr std::size_t kTraces = 8;
-  static constexpr Bytes kAlike = 64;  // live memory is alike where it differs by 1/64 of `high`
+  // Of those, of shapes seen once, before what was repeated is given up for them; and for how many
+  // steps that is kept.
+  static constexpr std::size_t kSeenOnce = 3;
+  static constexpr std::uint32_t kRemembered = 64;
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
 
-  struct Entry {
-    Bytes block_bytes = 0;
-    RecordId record;
-    bool evicted = false;
-    bool leaves = false;     // is to leave in the next step
-    std::uint32_t used = 0;  // the how-maniest of its step that was asked for; 0: never
-    Use used_at = 0;         // of all that were asked for since the step began
-  };
-  struct Trace {
-    std::uint32_t id = 0;
-    std::uint32_t depth = 0;     // steps that waited for their backward when it began
-    std::uint32_t follower = 0;  // the trace of the step that came next
-    Bytes high = 0;              // the budget it ran under
-    Bytes live_before = 0;       // when it began
-    Bytes live_peak = 0;
-    Bytes unavoidable = 0;  // the lesser live peak of the last two such steps
-    std::vector<Entry> entries;
-    std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
-    std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
-    Bytes largest_request = 0;
-    // The largest before the n-th record saved or asked for; in the step, and in the one before.
-    std::vector<Bytes> requests;
-    std::vector<Bytes> requests_before;
-
-    Bytes requested(std::size_t place) const;
-    Bytes evicted_bytes() const;
-    Bytes memory() const;  // of the host, that it takes
-
-    bool repeats(const Trace& other) const;
-    // Whether as much was live when both began: else as much more or less has to leave, as where
-    // the first of several micro-batches has no gradients yet.
-    bool begins_like(const Trace& other) const;
-    // What left under its budget leaves under this one too.
-    bool predicts(Bytes other_high) const { return other_high <= high; }
-  };
   struct Step {
     std::uint32_t serial = 0;
     std::uint32_t before = 0;  // the trace learned last when it began
@@ -126,16 +99,20 @@ class Plan {
     bool diverged = false;
     Use began = 0;
     std::shared_ptr<const Trace> trace;  // what it follows
+    Kin kin;                             // where the trace is not of its sizes
     Trace seen;                          // what it teaches
   };
 
   Step* step_of(std::uint32_t serial);
   const Step* step_of(std::uint32_t serial) const;
-  const Entry* expected(Place place, const Step** step) const;
+  const Trace::Entry* expected(Place place, const Step** step) const;
   // The likeliest trace among those that `may`, null without any.
   std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
+  std::shared_ptr<Trace> nearest(const Trace& seen) const;
   bool over(const Step& step) const;
   void follow(Step& step);
+  void follow_kin(Step& step);
+  void forget();
   void end(Step* step);
   void learn(Step& step);
 
@@ -147,6 +124,7 @@ class Plan {
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;
   std::uint32_t learned_ = 0;  // the trace learned last
+  std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
   Use uses_ = 0;
   Bytes high_ = kUnlimited;
   Bytes live_ = 0;  // when last told

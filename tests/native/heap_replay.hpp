@@ -14,6 +14,17 @@ namespace stagehand::core::test {
 
 inline constexpr Bytes kOthers = 2_GiB;  // parameters and the like
 
+// Of the host, for mapping.
+inline std::uint64_t& mapping_ns() {
+  static std::uint64_t all = 0;
+  return all;
+}
+
+inline void charge_host(std::uint64_t ns) {
+  stagehand_sim_advance_ns(ns);
+  mapping_ns() += ns;
+}
+
 // What the host pays for mapping, measured on an H200: it holds nothing up while the host is ahead.
 inline void charge_mapping(driver::Table& table) {
   static driver::Table real;
@@ -21,22 +32,22 @@ inline void charge_mapping(driver::Table& table) {
   real = table;
   table.mem_create = [](driver::PhysicalHandle* handle, std::size_t bytes,
                         const driver::AllocationProp* prop, unsigned long long flags) {
-    stagehand_sim_advance_ns(8'000);
+    charge_host(8'000);
     return real.mem_create(handle, bytes, prop, flags);
   };
   table.mem_map = [](driver::DevicePtr address, std::size_t bytes, std::size_t offset,
                      driver::PhysicalHandle handle, unsigned long long flags) {
-    stagehand_sim_advance_ns(1'000);
+    charge_host(1'000);
     ++mapped;
     return real.mem_map(address, bytes, offset, handle, flags);
   };
   table.mem_set_access = [](driver::DevicePtr address, std::size_t bytes,
                             const driver::AccessDesc* access, std::size_t count) {
-    stagehand_sim_advance_ns(10'000 + 23'000 * std::exchange(mapped, 0));
+    charge_host(10'000 + 23'000 * std::exchange(mapped, 0));
     return real.mem_set_access(address, bytes, access, count);
   };
   table.mem_unmap = [](driver::DevicePtr address, std::size_t bytes) {
-    stagehand_sim_advance_ns(16'000);
+    charge_host(16'000);
     return real.mem_unmap(address, bytes);
   };
 }
@@ -54,13 +65,17 @@ inline Machine replay_machine() {
 struct Step {
   Counters gained;
   Bytes mapped_peak = 0;
+  Bytes occupied_peak = 0;
   std::uint64_t map_calls = 0;
+  std::uint64_t map_ns = 0;  // of the host
   std::uint64_t ns = 0;
 };
 
 class Replay {
  public:
-  explicit Replay(const std::string& name) : rig_(replay_machine()), events_(read_trace(name)) {
+  explicit Replay(const std::string& name) : Replay(read_trace(name)) {}
+  explicit Replay(std::vector<Event> events, const Machine& machine = replay_machine())
+      : rig_(machine), events_(std::move(events)) {
     CHECK(!events_.empty());
     for (Bytes at = 0; at < kOthers; at += 32_MiB) {
       rig_.allocate(32_MiB, stream_);
@@ -74,7 +89,9 @@ class Replay {
 
   Counters counters() { return rig_.counters(); }
   // What the next steps do, from here on.
-  void follow(const std::string& name) { events_ = read_trace(name); }
+  void follow(const std::string& name) { follow(read_trace(name)); }
+  void follow(std::vector<Event> events) { events_ = std::move(events); }
+  PlanState plan_state() { return rig_.runtime->plan_state(); }
   Bytes peak() const { return peak_; }
   std::uint64_t unbudgeted_ns() const { return unbudgeted_ns_; }
 
@@ -99,6 +116,7 @@ class Replay {
     }
     rig_.runtime->reset_peaks();
     const Counters before = rig_.counters();
+    const std::uint64_t mapping = mapping_ns();
     const std::uint64_t began = stagehand_sim_clock_ns();
     replay(events_, stream_, [this](const Event& event) { play(event); });
     stagehand_sim_drain();
@@ -108,7 +126,11 @@ class Replay {
     done.gained.overshoot_bytes = after.overshoot_bytes - before.overshoot_bytes;
     done.gained.pageable_copies = after.pageable_copies - before.pageable_copies;
     done.gained.prefetch_lates = after.prefetch_lates - before.prefetch_lates;
+    done.gained.restored_bytes = after.restored_bytes - before.restored_bytes;
+    done.gained.gathers = after.gathers - before.gathers;
     done.map_calls = after.map_calls - before.map_calls;
+    done.map_ns = mapping_ns() - mapping;
+    done.occupied_peak = after.occupied_peak;
     done.mapped_peak = after.mapped_peak;
     done.ns = stagehand_sim_clock_ns() - began;
     return done;
@@ -148,6 +170,9 @@ class Replay {
       case 'd':
         runtime.drop_alias(aliases_.at(event.a));
         aliases_.erase(event.a);
+        break;
+      case 'w':
+        CHECK_EQ(sim::table().stream_synchronize(stream_), driver::kSuccess);
         break;
       default:
         CHECK(false);

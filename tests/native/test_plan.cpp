@@ -1,42 +1,10 @@
 // The plan alone, on recorded steps, and what the runtime makes of it.
 #include "core/plan.hpp"
 #include "native/core_rig.hpp"
+#include "native/plan_steps.hpp"
 
 namespace stagehand::core::test {
 namespace {
-
-constexpr Bytes kHigh = 64_MiB;
-
-// A step's forward: records of these sizes are saved, those named leave.
-std::vector<Plan::Place> forward(Plan& plan, const std::vector<Bytes>& sizes,
-                                 const std::vector<std::size_t>& leave = {}, Bytes live = 0) {
-  plan.begin_step(kHigh, live);
-  std::vector<Plan::Place> places;
-  for (const Bytes size : sizes) {
-    places.push_back(plan.saved(size, {static_cast<std::uint32_t>(places.size()), 1}));
-  }
-  for (const std::size_t i : leave) {
-    plan.evicted(places[i]);
-  }
-  return places;
-}
-
-// Its backward: newest first, or in the order given; every record is asked for and dies.
-void backward(Plan& plan, const std::vector<Plan::Place>& places,
-              std::vector<std::size_t> order = {}) {
-  for (std::size_t i = places.size(); order.size() < places.size() && i-- > 0;) {
-    order.push_back(i);
-  }
-  for (const std::size_t i : order) {
-    plan.unpacked(places[i]);
-    plan.closed(places[i]);
-  }
-}
-
-void step(Plan& plan, const std::vector<Bytes>& sizes, const std::vector<std::size_t>& leave,
-          Bytes live = 0) {
-  backward(plan, forward(plan, sizes, leave, live));
-}
 
 TEST("the first step expects nothing") {
   Plan plan;
@@ -104,29 +72,6 @@ TEST(
   backward(plan, first);
   const auto second = forward(plan, sizes, {0, 1}, 16_MiB);
   CHECK(plan.leaves(second[1]));
-}
-
-TEST("from the first size that no step had, a step expects nothing") {
-  Plan plan;
-  step(plan, {4_MiB, 8_MiB, 4_MiB}, {0, 1, 2});
-  plan.begin_step(kHigh, 0);
-  const Plan::Place same = plan.saved(4_MiB);
-  CHECK(plan.leaves(same));
-  const Plan::Place other = plan.saved(16_MiB);
-  CHECK(plan.state() == PlanState::diverged);
-  CHECK(!plan.leaves(other));
-  CHECK(!plan.leaves(same));
-  plan.saved(4_MiB);
-  CHECK(!plan.follows());
-}
-
-TEST("more records than the last step had is a difference too") {
-  Plan plan;
-  step(plan, {4_MiB}, {0});
-  plan.begin_step(kHigh, 0);
-  plan.saved(4_MiB);
-  plan.saved(4_MiB);
-  CHECK(!plan.follows());
 }
 
 TEST("a pass without backward teaches nothing") {

@@ -1,0 +1,48 @@
+// What the plan remembers of one kind of step. Data, and pure questions about it.
+#pragma once
+
+#include <vector>
+
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+struct Trace {
+  struct Entry {
+    Bytes block_bytes = 0;
+    RecordId record;
+    bool evicted = false;
+    bool leaves = false;        // is to leave in the next step
+    std::uint32_t used = 0;     // the how-maniest of its step that was asked for; 0: never
+    std::uint64_t used_at = 0;  // of all that were asked for since the step began
+  };
+  std::uint32_t id = 0;
+  std::uint32_t depth = 0;     // steps that waited for their backward when it began
+  std::uint32_t follower = 0;  // the trace of the step that came next
+  std::uint32_t repeated = 0;  // the last step that repeated it; 0: none has
+  Bytes high = 0;              // the budget it ran under
+  Bytes live_before = 0;       // when it began
+  Bytes live_peak = 0;
+  Bytes unavoidable = 0;  // the lesser live peak of the last two such steps
+  std::vector<Entry> entries;
+  std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
+  std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
+  Bytes largest_request = 0;
+  // The largest before the n-th record saved or asked for; in the step, and in the one before.
+  std::vector<Bytes> requests;
+  std::vector<Bytes> requests_before;
+
+  // That one; where nothing was asked for there, the largest around it.
+  Bytes request_at(std::size_t place) const;
+  Bytes evicted_bytes() const;
+  Bytes memory() const;  // of the host, that it takes
+
+  bool repeats(const Trace& other) const;
+  // Whether as much was live when both began: else as much more or less has to leave, as where
+  // the first of several micro-batches has no gradients yet.
+  bool begins_like(const Trace& other) const;
+  // What left under its budget leaves under this one too.
+  bool predicts(Bytes other_high) const { return other_high <= high; }
+};
+
+}  // namespace stagehand::core
