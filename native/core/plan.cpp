@@ -302,7 +302,7 @@ bool Plan::is_new() const {
   }
   const Trace* trace = now_->trace.get();
   const Bytes other = trace != nullptr ? trace->high : 0;
-  return std::max(other, high_) - std::min(other, high_) > high_ / kAlike;
+  return std::max(other, high_) - std::min(other, high_) > high_ / Trace::kAlike;
 }
 
 Plan::Use Plan::next_use(Place place, std::uint64_t order) const {

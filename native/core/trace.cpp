@@ -5,7 +5,6 @@
 namespace stagehand::core {
 
 namespace {
-constexpr Bytes kAlike = 64;  // live memory is alike where it differs by 1/64 of `high`
 constexpr std::size_t kAround = 4;
 }  // namespace
 

@@ -8,6 +8,9 @@
 namespace stagehand::core {
 
 struct Trace {
+  static constexpr Bytes kAlike =
+      64;  // live memory, and `high`, are alike where they differ by 1/64
+
   struct Entry {
     Bytes block_bytes = 0;
     RecordId record;
