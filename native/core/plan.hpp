@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "core/kin.hpp"
-#include "core/step_clock.hpp"
 
 namespace stagehand::core {
 

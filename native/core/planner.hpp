@@ -34,6 +34,19 @@ struct KnownStep {
   double in_bytes_per_ns = 0;
 };
 
+// What was measured of one step.
+struct StepTimes {
+  struct Point {
+    std::size_t moment = 0;
+    std::uint64_t ns = 0;  // of computing, since the first point
+  };
+  std::vector<Point> points;
+  Bytes out_bytes = 0;
+  Bytes in_bytes = 0;
+  std::uint64_t out_ns = 0;
+  std::uint64_t in_ns = 0;
+};
+
 struct Forecast {
   std::uint64_t late_ns = 0;  // the GPU waits for the lanes
   Bytes bytes = 0;            // that leave

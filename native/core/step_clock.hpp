@@ -9,24 +9,12 @@
 #include <vector>
 
 #include "core/gate.hpp"
+#include "core/planner.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
 
 class Plan;
-
-// What was measured of one step.
-struct StepTimes {
-  struct Point {
-    std::size_t moment = 0;
-    std::uint64_t ns = 0;  // of computing, since the first point
-  };
-  std::vector<Point> points;
-  Bytes out_bytes = 0;
-  Bytes in_bytes = 0;
-  std::uint64_t out_ns = 0;
-  std::uint64_t in_ns = 0;
-};
 
 class StepClock {
  public:
