@@ -26,6 +26,13 @@ void Books::note_live() {
   }
 }
 
+// Not told while a record comes back: it has its block then, and counts as away still.
+void Books::note_occupied() {
+  if (d_.budget.armed) {
+    d_.plan.occupied(d_.counters.occupied);
+  }
+}
+
 // The worst one says why: how much of what is live are saved activations that torch or backward
 // still uses.
 void Books::note_overshoot(Bytes live) {
@@ -50,6 +57,7 @@ void Books::owner_left(Block* block) {
   }
   d_.store->set_state(block, BlockState::retained);
   d_.counters.retain(block->size);
+  d_.plan.retained(block->record->place);
   saved_in_use_ -= block->size;
   if (block->record->evictable()) {
     victims_.put(*block->record);
@@ -96,7 +104,12 @@ Record& Books::save(Block* block, Address first, Address last) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
     }
-    step_ = record->place.step;
+    if (step_ != record->place.step) {
+      step_ = record->place.step;
+      d_.clocks.steps.step_began(d_.plan);
+    }
+    note_occupied();
+    d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
     saved_in_use_ += block->size;
   } else {
@@ -136,6 +149,7 @@ void Books::close(Record& record) {
   if (block == nullptr) {
     d_.counters.evicted -= record.bytes();
   } else {
+    no_more_ahead(record);
     block->record = nullptr;
     saved_in_use_ -= block->state == BlockState::live ? block->size : 0;
   }
@@ -159,9 +173,9 @@ void Books::leave(Record& record) {
     // Fetched too early: the step needed the room. Prefetch leaves more from here on.
     d_.prefetcher.leave_more(block->size);
   }
+  no_more_ahead(record);
   d_.stalls.forget(record.stall_pair);
   record.stall_pair = StallMeter::kNone;
-  record.prefetched = false;
   record.arrived = Tick{};
   record.block = nullptr;
   record.state.move_to(RecordState::away);
@@ -179,6 +193,7 @@ void Books::arrive(Record& record, Block* block, bool ahead) {
   record.state.move_to(RecordState::device);
   block->record = &record;
   ++record.restores;
+  d_.plan.returned(record.place);
   d_.counters.evicted -= record.bytes();
   d_.counters.restored_bytes += record.bytes();
   if (!ahead) {
@@ -188,9 +203,14 @@ void Books::arrive(Record& record, Block* block, bool ahead) {
   }
   ++d_.counters.prefetches;
   record.prefetched = true;
+  d_.ahead += block->size;
   d_.store->set_state(block, BlockState::retained);
   d_.counters.retain(block->size);
   victims_.put(record);
+}
+
+void Books::no_more_ahead(Record& record) {
+  d_.ahead -= std::exchange(record.prefetched, false) ? record.block->size : 0;
 }
 
 void Books::refuse(Record& record) {
@@ -300,10 +320,12 @@ const char* Books::broken() {
   Bytes handles = 0;
   Bytes evicted = 0;
   Bytes in_use = 0;
+  Bytes ahead = 0;
   std::size_t records = 0;
   for (const Record* r = d_.ledger.oldest(); r != nullptr; r = r->newer) {
     ++records;
     handles += r->handles;
+    ahead += r->prefetched ? r->block->size : 0;
     in_use += r->block != nullptr && r->block->state == BlockState::live ? r->block->size : 0;
     if (!r->alive || (r->handles == 0 && !r->waited_for)) {
       return "a record without handles is in the ledger";
@@ -332,6 +354,9 @@ const char* Books::broken() {
   }
   if (in_use != saved_in_use_) {
     return "bytes saved and in use differ from the blocks";
+  }
+  if (ahead != d_.ahead) {
+    return "bytes that came back ahead of need differ from the records";
   }
   if (evicted != d_.counters.evicted) {
     return "evicted bytes differ from the counters";

@@ -34,6 +34,10 @@ class Books {
   void give_back(Block* block);
   // What the plan learns is what backward and forward need; not the optimizer, which runs disarmed.
   void note_live();
+  // It came back ahead of need, and is not ahead any more.
+  void no_more_ahead(Record& record);
+  // What is occupied is more than the plan was told, where torch asked for memory.
+  void note_occupied();
   // Memory went over `high` with so much live.
   void note_overshoot(Bytes live);
 

@@ -60,6 +60,7 @@ struct Device {
   Ledger ledger;  // changed by Books
   Budget budget;  // changed by Books
   DebugModes debug;
+  Bytes ahead = 0;      // came back ahead of need, and not asked for yet; changed by Books
   bool saving = false;  // the last that happened to a record: saved, not asked for
   Store* store = nullptr;
   Books books;

@@ -65,7 +65,11 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
     begin_step(high_, live_);
   }
   const auto index = static_cast<std::uint32_t>(now_->seen.entries.size());
-  now_->seen.entries.push_back({block_bytes, record, false, false, 0, 0});
+  Trace::Entry entry;
+  entry.block_bytes = block_bytes;
+  entry.record = record;
+  now_->seen.entries.push_back(entry);
+  now_->seen.full.push_back(0);
   ++now_->alive;
   follow(*now_);
   return {now_->serial, index};
@@ -143,7 +147,26 @@ std::shared_ptr<Trace> Plan::nearest(const Trace& seen) const {
 
 void Plan::evicted(Place place) {
   if (Step* step = step_of(place.step); step != nullptr) {
-    step->seen.entries[place.index].evicted = true;
+    Trace::Entry& entry = step->seen.entries[place.index];
+    entry.evicted = true;
+    entry.away = true;
+    step->away += entry.block_bytes;
+  }
+}
+
+void Plan::returned(Place place) {
+  Step* step = step_of(place.step);
+  if (step != nullptr && std::exchange(step->seen.entries[place.index].away, false)) {
+    step->away -= step->seen.entries[place.index].block_bytes;
+  }
+}
+
+// Saved again meanwhile it is in use once more: the last time counts.
+void Plan::retained(Place place) {
+  Step* step = step_of(place.step);
+  if (step != nullptr && step->seen.entries[place.index].used == 0) {
+    step->seen.entries[place.index].retained =
+        static_cast<std::uint32_t>(step->seen.full.size() - 1);
   }
 }
 
@@ -153,14 +176,17 @@ void Plan::unpacked(Place place) {
     return;  // asked for again: the first time is the one to be ready for
   }
   using_ = step;
+  step->seen.full.push_back(0);
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
   Trace::Entry& entry = step->seen.entries[place.index];
   entry.used = static_cast<std::uint32_t>(step->seen.by_use.size());
   entry.used_at = ++uses_ - step->began;
+  entry.used_moment = static_cast<std::uint32_t>(step->seen.full.size() - 1);
 }
 
 void Plan::closed(Place place) {
+  returned(place);
   Step* step = step_of(place.step);
   if (step != nullptr && --step->alive == 0 && step != now_) {
     end(step);
@@ -175,6 +201,59 @@ void Plan::live(Bytes bytes) {
   now_->seen.live_peak = std::max(now_->seen.live_peak, bytes);
   Bytes& since = (using_ != nullptr ? using_ : now_)->seen.live.back();
   since = std::max(since, bytes);
+}
+
+void Plan::occupied(Bytes bytes) {
+  for (Step* step : {now_, using_ != now_ ? using_ : nullptr}) {
+    if (step != nullptr) {
+      Bytes& full = step->seen.full.back();
+      full = std::max(full, bytes + step->away);
+    }
+  }
+}
+
+bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
+  if (!follows() || now_->kin || now_->trace->timed >= kTimed) {
+    return false;
+  }
+  *trace = now_->trace->id;
+  *moments = now_->trace->full.size() - 1;
+  return true;
+}
+
+// Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
+void Plan::timed(std::uint32_t id, const StepTimes& times) {
+  const auto found =
+      std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
+  if (found == traces_.end() || times.points.size() < 2 || times.out_ns == 0 || times.in_ns == 0) {
+    return;
+  }
+  Trace& trace = **found;
+  const std::size_t moments = trace.full.size();
+  if (times.points.back().moment + 1 != moments) {
+    return;  // it went another way
+  }
+  std::vector<std::uint64_t> at(moments, 0);
+  for (std::size_t i = 1; i < times.points.size(); ++i) {
+    const StepTimes::Point& a = times.points[i - 1];
+    const StepTimes::Point& b = times.points[i];
+    const std::uint64_t ns = b.ns - std::min(a.ns, b.ns);
+    for (std::size_t m = a.moment + 1; m <= b.moment && m < moments; ++m) {
+      const std::uint64_t mine = ns / (b.moment - a.moment);
+      const std::uint64_t before =
+          trace.at_ns.size() == moments ? trace.at_ns[m] - trace.at_ns[m - 1] : mine;
+      at[m] = at[m - 1] + std::min(mine, before);
+    }
+  }
+  trace.at_ns = std::move(at);
+  trace.out_bytes_per_ns = static_cast<double>(times.out_bytes) / static_cast<double>(times.out_ns);
+  trace.in_bytes_per_ns = static_cast<double>(times.in_bytes) / static_cast<double>(times.in_ns);
+  ++trace.timed;
+  trace.choose();
+  if (trace.planned) {
+    trace.expect();
+  }
+  ++version_;
 }
 
 void Plan::requested(Bytes largest) {
@@ -218,7 +297,15 @@ void Plan::learn(Step& step) {
   // What left is to leave again, in the lesser of two such steps: a hole that happened to cost more
   // is not repeated.
   const bool fewer = !same_kind || trace->evicted_bytes() <= (*same)->evicted_bytes();
+  const bool planned = same_kind && (*same)->planned;
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
+    Trace::Entry& entry = trace->entries[i];
+    entry.away = false;
+    if (planned) {
+      const Trace::Entry& before = (*same)->entries[i];
+      entry.leaves = entry.evicted == before.evicted ? entry.evicted : before.leaves;
+      continue;
+    }
     trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;
   }
   if (same_kind) {
@@ -227,6 +314,17 @@ void Plan::learn(Step& step) {
     trace->unavoidable = std::min((*same)->live_peak, trace->live_peak);
     trace->requests_before = (*same)->requests;
     trace->repeated = serial_;
+    trace->planned = planned;
+    trace->timed = (*same)->timed;
+    if (trace->full.size() == (*same)->full.size()) {
+      trace->at_ns = (*same)->at_ns;
+      trace->out_bytes_per_ns = (*same)->out_bytes_per_ns;
+      trace->in_bytes_per_ns = (*same)->in_bytes_per_ns;
+      trace->least = (*same)->least;
+      if (planned && !trace->at_ns.empty() && trace->fates() != (*same)->fates()) {
+        trace->expect();
+      }
+    }
     traces_.erase(same);
   } else {
     trace->id = ++ids_;
@@ -347,6 +445,15 @@ Bytes Plan::live_after(Place place) const {
   }
   return step->kin ? step->kin.live(entry->used, step->seen.live_before)
                    : step->trace->live[entry->used];
+}
+
+Bytes Plan::least_after(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && !step->kin && entry->used != 0 &&
+                 entry->used < step->trace->least.size()
+             ? step->trace->least[entry->used]
+             : 0;
 }
 
 Bytes Plan::unavoidable() const {

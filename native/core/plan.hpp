@@ -41,12 +41,23 @@ class Plan {
   void begin_step(Bytes high, Bytes live);
   // A record was opened over a block of this size.
   Place saved(Bytes block_bytes, RecordId record = {});
-  // A record left the GPU; backward asked for one; its last handle is gone.
+  // Only a record needs its block from now on; it left the GPU, it came back; backward asked for
+  // it; its last handle is gone.
+  void retained(Place place);
   void evicted(Place place);
+  void returned(Place place);
   void unpacked(Place place);
   void closed(Place place);
   // So much is live now: torch's and backward's blocks.
   void live(Bytes bytes);
+  // So much is occupied, at the most since it was said last.
+  void occupied(Bytes bytes);
+
+  // The moment that the newest step is in: one begins with each save and each first use.
+  std::size_t moment() const { return now_ != nullptr ? now_->seen.full.size() - 1 : 0; }
+  // Whether the newest step is to be measured: the trace that it follows, and that one's moments.
+  bool wants_times(std::uint32_t* trace, std::size_t* moments) const;
+  void timed(std::uint32_t trace, const StepTimes& times);
 
   // The largest request since the last record was saved or asked for.
   void requested(Bytes largest);
@@ -77,6 +88,9 @@ class Plan {
   // The most that was live from the use of this record to the next one's: room that the step needs
   // for itself then. 0 where nobody knows.
   Bytes live_after(Place place) const;
+  // The least that can be occupied at once from the use of this record to the next one's, when
+  // what is planned to leave has; 0 where nobody knows.
+  Bytes least_after(Place place) const;
   // Live memory that the last two steps of this kind needed at once, where it is above `high`;
   // 0 where it is not. No eviction can hold less.
   Bytes unavoidable() const;
@@ -90,12 +104,14 @@ class Plan {
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
+  static constexpr int kTimed = 3;                                   // steps of a kind are measured
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
 
   struct Step {
     std::uint32_t serial = 0;
     std::uint32_t before = 0;  // the trace learned last when it began
     std::size_t alive = 0;     // records
+    Bytes away = 0;            // of them
     bool diverged = false;
     Use began = 0;
     std::shared_ptr<const Trace> trace;  // what it follows

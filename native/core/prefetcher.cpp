@@ -125,21 +125,31 @@ Record* Prefetcher::next_wanted(const Record& record) {
 
 // The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
 // also knows what the step needs for itself until the record is asked for: what was live then the
-// last time, and what is retained by then, must fit below the ceiling too.
+// last time, and what is retained by then, must fit below the ceiling too. Where the
+// planner chose, it knows what forwards in between will save too, and what will have left for that:
+// then half of what is between `low` and `high` is room as well; the rest stays for holes.
 void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Bytes* ahead) {
-  const Bytes from_live = d_.plan.live_after(from.place);
-  const bool planned = from_live > 0;
+  const bool measured = d_.plan.least_after(from.place) > 0;
+  const auto needed_after = [&](const Record& one) {
+    return measured ? d_.plan.least_after(one.place) : d_.plan.live_after(one.place);
+  };
+  const Bytes from_needed = needed_after(from);
+  const bool planned = from_needed > 0;
   Bytes occupied = d_.counters.occupied;
-  Bytes retained = d_.counters.retained;  // from here on: when the record looked at is asked for
-  Bytes fullest = std::max(occupied, retained + from_live);
-  const Bytes room = d_.budget.low - std::min(d_.budget.low, reserve_);
+  // Beside that, when the record looked at is asked for: from here on what is there until then.
+  Bytes there = measured ? d_.ahead : d_.counters.retained;
+  Bytes fullest = std::max(occupied, there + from_needed);
+  const Bytes between = measured ? (d_.budget.high - d_.budget.low) / 2 : 0;
+  const Bytes most = d_.budget.low + between;
+  const Bytes room = most - std::min(most, reserve_);
   const int reach = far ? kFarReach : kReach;
   int resident = 0;
   Record* record = next_wanted(from);
   for (int i = 0; record != nullptr && i < reach; ++i, record = next_wanted(*record)) {
     const Record& one = *record;
     if (one.state == RecordState::device) {
-      retained -= std::min(retained, one.retained() ? one.block->size : 0);
+      const bool counts = measured ? one.prefetched : one.retained();
+      there -= std::min(there, counts ? one.block->size : 0);
       if (resident == i) {
         ++resident;
         *ahead += one.block->size;
@@ -155,7 +165,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       fullest += bytes;
     }
     if (planned) {
-      fullest = std::max(fullest, retained + d_.plan.live_after(one.place));
+      fullest = std::max(fullest, there + needed_after(one));
     }
   }
   const bool all = record == nullptr;  // nothing further will be wanted

@@ -28,6 +28,7 @@ Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph
   block->owned_by_torch = true;
   block->fence.clear();  // the stream is behind all of it
   d_.counters.requested_bytes += bytes;
+  d_.books.note_occupied();
   *address = block->address;
   d_.sealer.seal(entry);
   return Status::ok;
@@ -113,6 +114,8 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
     d_.clocks.of(record.stream).note_work(record.bytes());  // a fine clock for restores, as in save
   }
   d_.plan.unpacked(record.place);
+  d_.books.note_occupied();
+  d_.clocks.moment(d_.plan.moment(), consumer);
   d_.saving = false;
   Status status = Status::ok;
   if (record.state == RecordState::device) {
@@ -143,7 +146,7 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
       d_.stalls.asked(record.stall_pair, consumer, record.prefetched);
     }
     record.stall_pair = StallMeter::kNone;
-    record.prefetched = false;
+    d_.books.no_more_ahead(record);
     if (holds(Rule::S6) && d_.clocks.order_after(clock, record.arrived) != Status::ok) {
       --block->aliases;
       --d_.counters.aliases;

@@ -250,6 +250,12 @@ void ClockBank::forget_users(Block* block) {
   block->users = 0;
 }
 
+void ClockBank::moment(std::size_t number, driver::Stream stream) {
+  if (steps.due(number) && !of(stream).captured() && of(stream).place().context == nullptr) {
+    steps.note_moment(number, stream);
+  }
+}
+
 Status ClockBank::order_after(StreamClock& waiter, Tick tick) {
   if (tick.clock == waiter.index() || waiter.waited(tick.clock) >= tick.seq) {
     return Status::ok;
@@ -266,8 +272,13 @@ Status ClockBank::order_after(StreamClock& waiter, Tick tick) {
       status != Status::ok) {
     return status;
   }
+  const bool watched = at(tick.clock).own_ && steps.watches(waiter.stream()) &&
+                       steps.note(StepClock::Kind::waits, waiter.stream());
   if (gate_->stream_wait_event(waiter.stream(), event, 0) != driver::kSuccess) {
     return Status::driver_failed;
+  }
+  if (watched) {
+    steps.note(StepClock::Kind::waited, waiter.stream());
   }
   waiter.set_waited(tick.clock, actual);
   return Status::ok;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/gate.hpp"
+#include "core/step_clock.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
@@ -145,7 +146,11 @@ class StreamClock {
 // numbers go on, so that old ticks stay in the past.
 class ClockBank {
  public:
-  explicit ClockBank(Gate& gate) : gate_(gate) {}
+  explicit ClockBank(Gate& gate) : steps(gate), gate_(gate) {}
+
+  StepClock steps;  // measures waits for lanes too
+  // A step has come to this moment, on `stream`.
+  void moment(std::size_t number, driver::Stream stream);
 
   StreamClock& of(driver::Stream stream) { return of(stream, nullptr); }
   // The default stream of another device, by its context.

@@ -29,7 +29,9 @@ Bytes Trace::evicted_bytes() const {
 
 Bytes Trace::memory() const {
   return entries.capacity() * sizeof(Entry) + by_use.capacity() * sizeof(std::uint32_t) +
-         (live.capacity() + requests.capacity() + requests_before.capacity()) * sizeof(Bytes);
+         (full.capacity() + at_ns.capacity() + least.capacity() + live.capacity() +
+          requests.capacity() + requests_before.capacity()) *
+             sizeof(Bytes);
 }
 
 Bytes Trace::request_at(std::size_t place) const {
@@ -44,6 +46,44 @@ Bytes Trace::request_at(std::size_t place) const {
     }
   }
   return request;
+}
+
+KnownStep Trace::known(std::vector<KnownRecord>* records) const {
+  for (const Entry& entry : entries) {
+    records->push_back({entry.block_bytes, entry.retained, entry.used_moment});
+  }
+  return {*records, full, at_ns, high, out_bytes_per_ns, in_bytes_per_ns};
+}
+
+std::vector<Fate> Trace::fates() const {
+  std::vector<Fate> all;
+  for (const Entry& entry : entries) {
+    all.push_back(entry.leaves ? Fate::leave : Fate::stay);
+  }
+  return all;
+}
+
+void Trace::choose() {
+  std::vector<KnownRecord> records;
+  const std::vector<Fate> was = fates();
+  const std::vector<Fate> chosen = choose_fates(known(&records), was);
+  planned = planned || chosen != was;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    entries[i].leaves = chosen[i] == Fate::leave;
+  }
+}
+
+void Trace::expect() {
+  std::vector<KnownRecord> records;
+  const std::vector<Bytes> of_moments = least_occupied(known(&records), fates());
+  least.assign(by_use.size() + 1, 0);
+  std::size_t use = 0;
+  for (std::size_t m = 0; m < of_moments.size(); ++m) {
+    while (use < by_use.size() && entries[by_use[use]].used_moment <= m) {
+      ++use;
+    }
+    least[use] = std::max(least[use], of_moments[m]);
+  }
 }
 
 }  // namespace stagehand::core

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "core/planner.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
@@ -15,7 +16,10 @@ struct Trace {
     Bytes block_bytes = 0;
     RecordId record;
     bool evicted = false;
-    bool leaves = false;        // is to leave in the next step
+    bool leaves = false;  // is to leave in the next step
+    bool away = false;
+    std::uint32_t retained = KnownRecord::kNever;  // moments
+    std::uint32_t used_moment = KnownRecord::kNever;
     std::uint32_t used = 0;     // the how-maniest of its step that was asked for; 0: never
     std::uint64_t used_at = 0;  // of all that were asked for since the step began
   };
@@ -30,6 +34,15 @@ struct Trace {
   std::vector<Entry> entries;
   std::vector<std::uint32_t> by_use;  // the entry asked for first, second, ...
   std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
+  // Of each moment: the most that would have been occupied if none of its records had left.
+  std::vector<Bytes> full{0};
+  // When each begins, once that was measured, and what the lanes carry.
+  std::vector<std::uint64_t> at_ns{};
+  double out_bytes_per_ns = 0;
+  double in_bytes_per_ns = 0;
+  int timed = 0;
+  bool planned = false;        // the planner chose what leaves
+  std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
   Bytes largest_request = 0;
   // The largest before the n-th record saved or asked for; in the step, and in the one before.
   std::vector<Bytes> requests;
@@ -39,6 +52,12 @@ struct Trace {
   Bytes request_at(std::size_t place) const;
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
+
+  // What leaves, by the planner; what that leaves room for.
+  void choose();
+  void expect();
+  KnownStep known(std::vector<KnownRecord>* records) const;
+  std::vector<Fate> fates() const;
 
   bool repeats(const Trace& other) const;
   // Whether as much was live when both began: else as much more or less has to leave, as where

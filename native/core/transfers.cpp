@@ -92,6 +92,24 @@ void Transfers::collect(const Record& record, Address address) {
   SH_CHECK(done == record.bytes());
 }
 
+// Large copies are measured while a step is: small ones say little of the link.
+Status Transfers::queue(Lane& lane, StepClock::Kind begins) {
+  constexpr Bytes kMeasured = 4_MiB;
+  Bytes bytes = 0;
+  for (const Copy& copy : copies_) {
+    bytes += copy.bytes;
+  }
+  const bool measured = bytes >= kMeasured && clocks_.steps.watches_copies(begins) &&
+                        clocks_.steps.note(begins, lane.clock().stream());
+  const Status status = lane.queue(copies_);
+  if (measured) {
+    const bool out = begins == StepClock::Kind::out;
+    clocks_.steps.note(out ? StepClock::Kind::out_ends : StepClock::Kind::in_ends,
+                       lane.clock().stream(), bytes);
+  }
+  return status;
+}
+
 // Records the event behind what was queued.
 Status Transfers::finish(Status status, Lane& lane, Tick* tick) {
   const Status recorded = lane.clock().record(tick);
@@ -139,7 +157,7 @@ Status Transfers::copy_out(std::span<Record* const> records) {
     collect(*record, record->block->address + record->begin - record->block_begin);
   }
   Tick tick;
-  Status status = finish(out_.queue(copies_), out_, &tick);
+  Status status = finish(queue(out_, StepClock::Kind::out), out_, &tick);
   for (Record* record : records) {
     record->copy.written = tick;
     status = fence_copy(status, *record, record->block, tick);
@@ -173,7 +191,7 @@ Status Transfers::copy_in(std::span<const Arrival> arrivals) {
     collect(*record, block->address + record->begin - record->block_begin);
   }
   Tick tick;
-  Status status = finish(in_.queue(copies_), in_, &tick);
+  Status status = finish(queue(in_, StepClock::Kind::in), in_, &tick);
   for (const auto& [record, block] : arrivals) {
     record->arrived = tick;
     block->fence.clear();  // the copy runs behind all of it, and leaves its own tick

@@ -59,6 +59,7 @@ class Transfers {
   Status order_behind(Lane& lane, const Block& block);
   Status order_behind_newest(Lane& lane);
   void collect(const Record& record, Address address);
+  Status queue(Lane& lane, StepClock::Kind begins);
   Status finish(Status status, Lane& lane, Tick* tick);
   Status fence_copy(Status status, Record& record, Block* block, Tick tick);
 

@@ -79,6 +79,11 @@ TEST("FSDP2: memory is lent between streams, and nothing is mapped once it is le
   expect_at_most("fsdp2.txt", {{0.85, 115, 101}, {0.75, 112, 116}});
 }
 
+// Belady's choice, what is asked for last, cannot be copied out in time after the third forward.
+TEST("a pipeline's victims are those that the lanes have time for") {
+  expect_at_most("pipeline.txt", {{0.85, 200, 106}, {0.75, 180, 110}});
+}
+
 TEST("ViT: what is far ahead comes back while the link is idle") {
   expect_at_most("vit.txt", {{0.9, 115, 103}, {0.88, 110, 106}, {0.85, 110, 116}});
 }

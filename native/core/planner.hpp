@@ -1,0 +1,64 @@
+// Which records leave, and when: pure decisions over a step that is known. Both lanes are taken to
+// be busy all the time that they can be: a record that is asked for sooner, but whose copies fit
+// into idle time of the lanes, may be the better one to leave than the one that is asked for last.
+//
+// A step is a row of moments: one begins with each save and with each first use of a record. The
+// plan looks at them through a grid of equal times, so its cost is that of records times buckets.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+// What becomes of a record between its last use in forward and its use in backward.
+enum class Fate : std::uint8_t { stay, leave };
+
+struct KnownRecord {
+  static constexpr std::uint32_t kNever = ~0u;
+  Bytes bytes = 0;
+  std::uint32_t retained = kNever;  // the moment from which on it may be copied out
+  std::uint32_t used = kNever;      // the moment that begins with its use
+};
+
+struct KnownStep {
+  std::span<const KnownRecord> records;
+  // Of each moment: the most memory that would be occupied if nothing had left, and when it begins.
+  std::span<const Bytes> full;
+  std::span<const std::uint64_t> at_ns;
+  Bytes high = 0;
+  double out_bytes_per_ns = 0;
+  double in_bytes_per_ns = 0;
+};
+
+// What was measured of one step.
+struct StepTimes {
+  struct Point {
+    std::size_t moment = 0;
+    std::uint64_t ns = 0;  // of computing, since the first point
+  };
+  std::vector<Point> points;
+  Bytes out_bytes = 0;
+  Bytes in_bytes = 0;
+  std::uint64_t out_ns = 0;
+  std::uint64_t in_ns = 0;
+};
+
+struct Forecast {
+  std::uint64_t late_ns = 0;  // the GPU waits for the lanes
+  Bytes bytes = 0;            // that leave
+};
+
+Forecast forecast(const KnownStep& step, std::span<const Fate> fates);
+
+// The better of what was done so far and what the planner finds; `was` unless the other one is
+// better by more than noise.
+std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was);
+
+// The least that can be occupied in each moment when those records leave.
+std::vector<Bytes> least_occupied(const KnownStep& step, std::span<const Fate> fates);
+
+}  // namespace stagehand::core

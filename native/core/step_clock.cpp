@@ -1,0 +1,112 @@
+#include "core/step_clock.hpp"
+
+#include <algorithm>
+
+#include "core/plan.hpp"
+
+namespace stagehand::core {
+
+void StepClock::step_began(Plan& plan) {
+  measuring_ = false;
+  if (marks_.size() > 1) {
+    StepTimes times;
+    if (!read(&times)) {
+      return;  // the GPU is not there yet
+    }
+    plan.timed(of_, times);
+  }
+  marks_.clear();
+  std::size_t moments = 0;
+  if (plan.wants_times(&of_, &moments)) {
+    measuring_ = true;
+    due_ = 1;
+    copies_[0] = copies_[1] = 0;
+    last_ = moments;
+    every_ = std::max<std::size_t>(1, moments / kPoints);
+  }
+}
+
+void StepClock::note_moment(std::size_t number, driver::Stream stream) {
+  if (marks_.empty()) {
+    stream_ = stream;
+  }
+  if (stream != stream_) {
+    return;
+  }
+  if (note(Kind::moment, stream)) {
+    marks_.back().moment = number;
+  }
+  due_ = number + every_;
+  if (number < last_) {
+    due_ = std::min(due_, last_);
+  } else {
+    measuring_ = false;
+  }
+}
+
+bool StepClock::note(Kind kind, driver::Stream stream, Bytes bytes) {
+  const std::size_t slot = marks_.size();
+  if (slot == kMarks) {
+    marks_.clear();  // what is left out would pass for computing
+    measuring_ = false;
+    return false;
+  }
+  if (slot == events_.size()) {
+    driver::Event event = nullptr;
+    if (gate_->event_create(&event, 0) != driver::kSuccess) {
+      return false;
+    }
+    events_.push_back(event);
+  }
+  if (gate_->event_record(events_[slot], stream) != driver::kSuccess) {
+    return false;
+  }
+  marks_.push_back({kind, 0, bytes});
+  return true;
+}
+
+bool StepClock::read(StepTimes* times) {
+  for (std::size_t i = marks_.size(); i-- > 0;) {
+    if (gate_->event_query(events_[i]) != driver::kSuccess) {
+      return false;
+    }
+  }
+  const auto ns_between = [&](std::size_t a, std::size_t b) {
+    float milliseconds = 0;
+    if (gate_->event_elapsed_time(&milliseconds, events_[a], events_[b]) != driver::kSuccess) {
+      return std::uint64_t{0};
+    }
+    return static_cast<std::uint64_t>(std::max(0.0f, milliseconds) * 1e6f);
+  };
+  std::uint64_t idle = 0;
+  std::size_t began = 0;
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
+    const Mark& mark = marks_[i];
+    switch (mark.kind) {
+      case Kind::moment: {
+        const std::uint64_t ns = ns_between(0, i);
+        times->points.push_back({mark.moment, ns - std::min(ns, idle)});
+        break;
+      }
+      case Kind::waited:
+        idle += ns_between(began, i);
+        break;
+      case Kind::out_ends:
+        times->out_bytes += mark.bytes;
+        times->out_ns += ns_between(began, i);
+        break;
+      case Kind::in_ends:
+        times->in_bytes += mark.bytes;
+        times->in_ns += ns_between(began, i);
+        break;
+      case Kind::waits:
+      case Kind::out:
+      case Kind::in:
+        began = i;  // both ends are noted in one go
+        break;
+    }
+  }
+  return true;
+}
+
+}  // namespace stagehand::core

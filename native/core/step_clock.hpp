@@ -1,0 +1,62 @@
+// When the GPU got to the moments of a step, without its waits for the lanes, and what the lanes
+// carry: from timing events in a few steps of each kind, read once all have passed. Nothing waits
+// for them.
+//
+// Guarded by the device's lock.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/gate.hpp"
+#include "core/planner.hpp"
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+class Plan;
+
+class StepClock {
+ public:
+  explicit StepClock(Gate& gate) : gate_(gate) {}
+
+  // A step began: what was measured goes to the plan, which says whether to measure this one.
+  void step_began(Plan& plan);
+  // Whether the moment of this number is to be noted; on a stream that is not captured.
+  bool due(std::size_t number) const { return measuring_ && number >= due_; }
+  void note_moment(std::size_t number, driver::Stream stream);
+  // Whether a wait of this stream for a lane is to be measured, and copies are.
+  bool watches(driver::Stream stream) const { return measuring_ && stream == stream_; }
+
+  enum class Kind : std::uint8_t { moment, waits, waited, out, out_ends, in, in_ends };
+  bool watches_copies(Kind begins) {
+    return measuring_ && !marks_.empty() && copies_[begins == Kind::in]++ < kCopies;
+  }
+  // False where it was not noted; then its other end is not to be either.
+  bool note(Kind kind, driver::Stream stream, Bytes bytes = 0);
+
+ private:
+  static constexpr std::size_t kPoints = 64;
+  static constexpr std::size_t kMarks = 2048;
+  static constexpr int kCopies = 64;  // are measured, each way
+  struct Mark {
+    Kind kind;
+    std::size_t moment;
+    Bytes bytes;
+  };
+
+  bool read(StepTimes* times);
+
+  Gate& gate_;
+  bool measuring_ = false;
+  std::uint32_t of_ = 0;  // the trace
+  driver::Stream stream_ = nullptr;
+  std::size_t due_ = 0;  // the next moment to note
+  std::size_t every_ = 1;
+  std::size_t last_ = 0;
+  int copies_[2] = {0, 0};
+  std::vector<Mark> marks_;
+  std::vector<driver::Event> events_;  // one for each mark, kept
+};
+
+}  // namespace stagehand::core
