@@ -6,6 +6,7 @@ everything they depend on: torch, the compiler, the flags and the text of every 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shlex
@@ -67,7 +68,9 @@ def build(library: Library, *, again: bool = False) -> Path:
             return _build_in(_cache.open_user_folder(), plan, again)
         except (_cache.RefusedError, OSError) as why:
             folder = _cache.private_folder()
-            _tell(f"{why}: the {library.words} is kept in {folder}, for this process only")
+            _tell_once(
+                f"{why}: what is built on first use is kept in {folder}, for this process only"
+            )
             return _build_in(folder, plan, again)
     except (_cache.RefusedError, OSError) as error:
         raise CompilerError(
@@ -210,6 +213,12 @@ def _is_whole(path: Path) -> bool:
 
 def _seal(content: bytes) -> bytes:
     return _SEAL + hashlib.sha256(content).hexdigest().encode()
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    """Of each library that is built there, but it is the same folder."""
+    _tell(message)
 
 
 def _tell(text: str) -> None:
