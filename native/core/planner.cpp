@@ -84,8 +84,8 @@ std::vector<std::uint32_t> leaving(const Grid& grid, std::span<const Fate> fates
       order.push_back(i);
     }
   }
-  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) {
-    return grid.records[a].retained < grid.records[b].retained;
+  std::sort(order.begin(), order.end(), [&](auto a, auto b) {
+    return std::pair(grid.records[a].retained, a) < std::pair(grid.records[b].retained, b);
   });
   return order;
 }
@@ -123,8 +123,9 @@ class Simulation {
     for (std::size_t b = 0; b < grid.buckets; ++b) {
       spare_[b] -= std::max(0.0, grid_.over[b]);
     }
-    std::stable_sort(ins_.begin(), ins_.end(),
-                     [&](auto a, auto b) { return grid_.records[a].used < grid_.records[b].used; });
+    std::sort(ins_.begin(), ins_.end(), [&](auto a, auto b) {
+      return std::pair(grid_.records[a].used, a) < std::pair(grid_.records[b].used, b);
+    });
   }
 
   // Of each record that leaves: when its copy out ended.
@@ -278,8 +279,9 @@ class Search {
       }
     }
     for (auto& list : lists_) {
-      std::stable_sort(list.begin(), list.end(),
-                       [&](auto a, auto b) { return grid.records[a].used > grid.records[b].used; });
+      std::sort(list.begin(), list.end(), [&](auto a, auto b) {
+        return std::pair(grid.records[b].used, a) < std::pair(grid.records[a].used, b);
+      });
     }
   }
 
