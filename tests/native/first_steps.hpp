@@ -99,7 +99,13 @@ class FirstSteps {
     }
     start_ = side_.rig.counters().occupied;
   }
-  ~FirstSteps() { pinner_.finish(); }
+  ~FirstSteps() {
+    drop_rest();
+    for (const typename Side::Tensor& weight : weights_) {
+      side_.drop(weight);
+    }
+    pinner_.finish();
+  }
 
   // Nothing is short: how much is needed at once, and what a step takes.
   void measure() {
