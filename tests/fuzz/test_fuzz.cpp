@@ -85,8 +85,7 @@ class Campaign {
         number(programs_), number(sum_.operations),
         number(sum_.counters.dirty_evictions + sum_.counters.clean_evictions),
         number(sum_.counters.restores), number(sum_.counters.prefetches),
-        number(sum_.counters.gathers), number(sum_.counters.take_ups),
-        number(sum_.counters.loans));
+        number(sum_.counters.gathers), number(sum_.counters.take_ups), number(sum_.counters.loans));
     for (const auto& [kind, count] : kinds_) {
       std::printf("%6llu x %s\n", number(count), kind.c_str());
     }

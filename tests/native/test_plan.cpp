@@ -15,7 +15,8 @@ TEST("the first step expects nothing") {
   CHECK(plan.state() == PlanState::learning);
 }
 
-TEST("a step is new until one like it was learned inside such a budget; one that has a kin is not") {
+TEST(
+    "a step is new until one like it was learned inside such a budget; one that has a kin is not") {
   Plan plan;
   CHECK(plan.is_new());
   const auto first = forward(plan, {4_MiB, 8_MiB}, {0});
