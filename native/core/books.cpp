@@ -131,6 +131,16 @@ Record& Books::save(Block* block, Address first, Address last) {
   return *record;
 }
 
+// Small budgets are held to the byte: a MiB for each whole GiB.
+bool Books::ignore(Bytes bytes) {
+  if (!d_.budget.armed || d_.debug.evict_everything || bytes >= kSmallCopy ||
+      ignored_ + bytes > d_.budget.high / 1_GiB * 1_MiB) {
+    return false;
+  }
+  ignored_ += bytes;
+  return true;
+}
+
 void Books::drop_handle(Record& record) {
   --d_.counters.handles;
   if (--record.handles == 0 && !record.waited_for) {

@@ -49,6 +49,11 @@ class Books {
   void drop_handle(Record& record);
   // Evicted: its bytes are in its host copy, which is queued at least.
   void leave(Record& record);
+  // A saved storage of so many bytes stays on the GPU, as torch's alone, because its eviction could
+  // never pay. False: it is to be saved. As long as the tensor that was passed through is there:
+  // what is ignored at a time is a thousandth of `high` at most.
+  bool ignore(Bytes bytes);
+  void ignored_ended(Bytes bytes) { ignored_ -= bytes; }
   // Its copy in was queued into the block, ahead of need or not.
   void arrive(Record& record, Block* block, bool ahead);
   // The driver refused its copy: no victim until `forgive`, which every attempt begins with.
@@ -91,6 +96,7 @@ class Books {
   std::uint64_t serial_ = 0;
   std::uint32_t step_ = 0;
   Bytes process_limit_;
+  Bytes ignored_ = 0;
   Bytes saved_in_use_ = 0;  // of live blocks that records are of
   bool pool_open_ = false;
 };

@@ -68,7 +68,7 @@ bool Runtime::base_of(Address address, Address* base, Bytes* bytes) {
 
 // Walk 2 ------------------------------------------------------------------------------------------
 
-Saved Runtime::save(Address data, Address first, Address last) {
+Saved Runtime::save(Address data, Address first, Address last, bool may_ignore) {
   Entry entry(d_.gate);
   Block* block = heap_.find(first);
   if (block == nullptr || block->state != BlockState::live || last > block->end()) {
@@ -84,11 +84,19 @@ Saved Runtime::save(Address data, Address first, Address last) {
   if (block->record == nullptr && block->serial <= pool_serial_) {
     return {Refusal::older_than_pool, {}};
   }
+  if (may_ignore && block->record == nullptr && d_.books.ignore(block->size)) {
+    return {Refusal::small, {}, 0, false, block->size};
+  }
   try {
     return tagged(block, data, first, last);
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
   }
+}
+
+void Runtime::ignored_ended(Bytes bytes) {
+  Entry entry(d_.gate);
+  d_.books.ignored_ended(bytes);
 }
 
 // A record for the block, or one more handle for the one it has.
@@ -219,7 +227,7 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
 
 // Where the host has no memory for our books, the tensor stays with torch.
 Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
-                         Address first, Address last) {
+                         Address first, Address last, bool may_ignore) {
   Entry entry(d_.gate);
   if (first < held.address || last > held.address + held.bytes) {
     return {Refusal::foreign_storage, {}};
@@ -229,9 +237,9 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   Block* block = nullptr;
   Saved saved;
   try {
-    block = torch_->hold(held, stream, &fresh, &refusal);
+    block = torch_->hold(held, stream, may_ignore, &fresh, &refusal);
     if (block == nullptr) {
-      return {refusal, {}};
+      return {refusal, {}, 0, false, refusal == Refusal::small ? held.bytes : 0};
     }
     block->owned_by_torch = true;
     saved = tagged(block, data, first, last);

@@ -26,6 +26,7 @@ struct Saved {
   RecordId record;
   Bytes offset = 0;             // of the tensor's first element in its storage
   bool took_reference = false;  // to the storage; else the caller gives it up
+  Bytes ignored = 0;            // where refused as small: to be said when that tensor is gone
 };
 
 struct Unpacked {
@@ -51,8 +52,11 @@ class Runtime {
   // The block's first byte and size, for interior pointers. False: not ours.
   bool base_of(Address address, Address* base, Bytes* bytes);
 
-  // A tensor over the bytes [first, last) was saved; `data` is its first element.
-  Saved save(Address data, Address first, Address last);
+  // A tensor over the bytes [first, last) was saved; `data` is its first element. `may_ignore`: it
+  // may be refused as small, for what its eviction would cost.
+  Saved save(Address data, Address first, Address last, bool may_ignore = false);
+  // What was ignored is gone.
+  void ignored_ended(Bytes bytes);
   // Walk 2: the tensor's memory, for work queued on `consumer` from now on.
   Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
   // Whether unpack will find the record on the device; where not, it may have to make room.
@@ -76,7 +80,7 @@ class Runtime {
   // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
   // element. With the GIL.
   Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
-                  Address last);
+                  Address last, bool may_ignore = false);
   // torch's cache found no free block on this thread and will grow next. True: something was given
   // back. Under torch's mutex; never takes the GIL.
   bool missed(driver::Stream stream);

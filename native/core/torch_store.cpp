@@ -10,7 +10,11 @@
 namespace stagehand::core {
 
 namespace {
-constexpr std::size_t kPolled = 64;  // the newest are what a layer has just let go of
+// The newest are what a layer has just let go of. Each look costs about what reading a storage does
+// that is in no cache: most times only the very newest are looked at.
+constexpr std::size_t kPolled = 64;
+constexpr std::size_t kPolledOften = 8;
+constexpr unsigned kPollTurn = 8;
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
@@ -21,7 +25,8 @@ TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
 
 // Saving ------------------------------------------------------------------------------------------
 
-Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool* fresh, Refusal* why) {
+Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may_ignore,
+                        bool* fresh, Refusal* why) {
   refresh();
   if (watched_.capacity() == watched_.size()) {
     watched_.reserve(2 * watched_.size() + 16);  // so that watching what is saved needs no memory
@@ -59,6 +64,10 @@ Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool* fr
     *why = Refusal::older_than_pool;
     return nullptr;
   }
+  if (may_ignore && d_.books.ignore(held.bytes)) {
+    *why = Refusal::small;
+    return nullptr;
+  }
   return adopt(held, owner);
 }
 
@@ -78,7 +87,7 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
     d_.clocks.add_user(block, clock);
   }
   watch(record);
-  poll_newest(kPolled);
+  poll();
   leave_later(entry);
 }
 
@@ -195,6 +204,8 @@ bool TorchStore::still_used(RecordId id) {
   return false;
 }
 
+void TorchStore::poll() { poll_newest(++polls_ % kPollTurn == 0 ? kPolled : kPolledOften); }
+
 void TorchStore::poll_newest(std::size_t most) {
   const std::size_t begin = watched_.size() - std::min(watched_.size(), most);
   std::size_t kept = begin;
@@ -259,7 +270,7 @@ void TorchStore::refresh() {
 
 void TorchStore::look_around(Entry& entry) {
   refresh();
-  poll_newest(kPolled);
+  poll();
   leave_later(entry);
 }
 

@@ -213,6 +213,12 @@ NB_MODULE(_native, module) {
   module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
              "rate_d2h"_a, "rate_h2d"_a, "piece"_a = core::LaneLimits{}.piece);
   module.def("lane_limits", &lane_limits, "device"_a);
+  module.def(
+      "use_tensor_side",
+      [](std::uintptr_t table) {
+        return TorchApi::use_tensors(reinterpret_cast<const core::TensorSide*>(table));
+      },
+      "table"_a);
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
   module.def("enter_torch", &enter_torch, "device"_a);

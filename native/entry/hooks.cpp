@@ -18,7 +18,7 @@ using core::Bytes;
 constexpr std::array<const char*, static_cast<std::size_t>(Reason::count)> kReasonNames = {
     "leaf",    "view_of_leaf",  "subclass",        "layout",
     "neg_bit", "empty",         "foreign_storage", "older_than_pool",
-    "kept",    "graph_capture", "private_pool"};
+    "kept",    "graph_capture", "private_pool",    "small"};
 
 Reason reason_of(core::Refusal refusal) {
   switch (refusal) {
@@ -30,24 +30,26 @@ Reason reason_of(core::Refusal refusal) {
       return Reason::graph_capture;
     case core::Refusal::private_pool:
       return Reason::private_pool;
+    case core::Refusal::small:
+      return Reason::small;
     default:
       return Reason::foreign_storage;
   }
 }
 
-// The bytes from the first to behind the last element, and whether there are any.
-bool extent(const dlpack::Tensor& tensor, Address* first, Address* last) {
-  const Bytes item = (Bytes{tensor.dtype.bits} * tensor.dtype.lanes + 7) / 8;
-  Bytes reach = 0;
-  for (std::int32_t i = 0; i < tensor.ndim; ++i) {
-    if (tensor.shape[i] == 0) {
-      return false;
-    }
-    reach += static_cast<Bytes>(tensor.shape[i] - 1) * static_cast<Bytes>(tensor.strides[i]);
+Reason reason_of(core::SeenTensor::Kind kind) {
+  switch (kind) {
+    case core::SeenTensor::saved_leaf:
+      return Reason::leaf;
+    case core::SeenTensor::view_of_leaf:
+      return Reason::view_of_leaf;
+    case core::SeenTensor::neg_bit:
+      return Reason::neg_bit;
+    case core::SeenTensor::empty:
+      return Reason::empty;
+    default:
+      return Reason::layout;
   }
-  *first = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
-  *last = *first + (reach + 1) * item;
-  return tensor.data != nullptr;
 }
 
 driver::Stream current_stream(const dlpack::Device& device) {
@@ -105,13 +107,8 @@ class HeldReference {
 nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
                      driver::Stream consumer) {
   const Geometry& g = handle.geometry;
-  const core::Bytes item = (core::Bytes{g.dtype.bits} * g.dtype.lanes + 7) / 8;
-  core::TensorPlace place;
-  place.offset = static_cast<std::int64_t>(unpacked.offset / item);
-  place.shape = g.shape();
-  place.strides = g.strides();
-  place.ndim = g.ndim;
-  place.dtype = handle.dtype;
+  const core::TensorPlace place{static_cast<std::int64_t>(unpacked.offset / g.item_bytes()),
+                                g.shape(), g.strides(), g.ndim, handle.dtype};
   const core::TorchSide& side = *Registry::get().torch_side();
   const nb::object tensor = nb::steal(static_cast<PyObject*>(side.wrap(unpacked.storage, &place)));
   try {
@@ -131,34 +128,71 @@ nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
 
 // An alias: what torch's deleter gives back.
 struct Alias {
-  dlpack::ManagedTensor managed;
   core::Runtime* runtime;
   core::Block* block;
-  std::array<std::int64_t, 2 * Geometry::kInline> dims;
-  std::unique_ptr<std::int64_t[]> far_dims;
 };
 
-void drop(dlpack::ManagedTensor* managed) {
-  auto* alias = static_cast<Alias*>(managed->manager_ctx);
+void drop(void* context) {
+  const std::unique_ptr<Alias> alias(static_cast<Alias*>(context));
   if (!Registry::get().forked()) {
     alias->runtime->drop_alias(alias->block);
   }
-  delete alias;
 }
 
-// A tensor over the block, exactly as the saved one was.
-nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
-  const Geometry& g = handle.geometry;
-  // Until torch owns it, this scope gives the block back.
-  std::unique_ptr<Alias, void (*)(Alias*)> alias(new (std::nothrow) Alias{},
-                                                 [](Alias* unused) { drop(&unused->managed); });
+Alias* alias_of(const Handle& handle, const core::Unpacked& unpacked) {
+  auto* alias = new (std::nothrow) Alias{handle.runtime, unpacked.block};
   if (alias == nullptr) {
     handle.runtime->drop_alias(unpacked.block);
     throw std::bad_alloc();
   }
+  return alias;
+}
+
+// A tensor over the block, exactly as the saved one was, and one more reference to its storage.
+std::pair<nb::object, SharedStorage> make_alias(const Handle& handle,
+                                                const core::Unpacked& unpacked) {
+  const Geometry& g = handle.geometry;
+  const core::TensorSide& side = *TorchApi::tensors();
+  void* storage = side.storage(reinterpret_cast<void*>(unpacked.address), g.extent(), g.device.type,
+                               g.device.id, alias_of(handle, unpacked), &drop);
+  if (storage == nullptr) {
+    throw std::bad_alloc();
+  }
+  SharedStorage shared(storage);
+  const core::TensorPlace place{0, g.shape(), g.strides(), g.ndim, handle.dtype};
+  nb::object tensor = nb::steal(static_cast<PyObject*>(side.view(storage, &place)));
+  if (!tensor.is_valid()) {
+    throw nb::python_error();
+  }
+  return {std::move(tensor), std::move(shared)};
+}
+
+// The same by DLPack.
+struct ManagedAlias {
+  dlpack::ManagedTensor managed;
+  std::array<std::int64_t, 2 * Geometry::kInline> dims;
+  std::unique_ptr<std::int64_t[]> far_dims;
+  void* alias;
+};
+
+void drop_managed(dlpack::ManagedTensor* managed) {
+  const std::unique_ptr<ManagedAlias> alias(static_cast<ManagedAlias*>(managed->manager_ctx));
+  drop(alias->alias);
+}
+
+nb::object make_alias_by_dlpack(const Handle& handle, const core::Unpacked& unpacked) {
+  const Geometry& g = handle.geometry;
+  void* const given_back = alias_of(handle, unpacked);
+  // Until torch owns it, this scope gives the block back.
+  std::unique_ptr<ManagedAlias, void (*)(ManagedAlias*)> alias(
+      new (std::nothrow) ManagedAlias{},
+      [](ManagedAlias* unused) { drop_managed(&unused->managed); });
+  if (alias == nullptr) {
+    drop(given_back);
+    throw std::bad_alloc();
+  }
+  alias->alias = given_back;
   alias->managed.manager_ctx = alias.get();
-  alias->runtime = handle.runtime;
-  alias->block = unpacked.block;
   std::int64_t* dims = alias->dims.data();
   if (g.ndim > Geometry::kInline) {
     alias->far_dims = std::make_unique<std::int64_t[]>(2 * static_cast<std::size_t>(g.ndim));
@@ -166,7 +200,7 @@ nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
   }
   std::copy_n(g.shape(), 2 * g.ndim, dims);
   alias->managed.version = {1, 0};
-  alias->managed.deleter = &drop;
+  alias->managed.deleter = &drop_managed;
   alias->managed.tensor = {
       reinterpret_cast<void*>(unpacked.address), g.device, g.ndim, g.dtype, dims, dims + g.ndim, 0};
   void* tensor = nullptr;
@@ -179,9 +213,9 @@ nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
 
 }  // namespace
 
-void Geometry::set(const dlpack::Tensor& tensor) {
-  device = tensor.device;
-  dtype = tensor.dtype;
+void Geometry::set(const core::SeenTensor& tensor) {
+  device = {tensor.device_type, tensor.device};
+  dtype = {tensor.code, tensor.bits, tensor.lanes};
   ndim = tensor.ndim;
   std::int64_t* dims = near_.data();
   if (ndim > kInline) {
@@ -192,19 +226,33 @@ void Geometry::set(const dlpack::Tensor& tensor) {
   std::copy_n(tensor.strides, ndim, dims + ndim);
 }
 
+core::Bytes Geometry::extent() const {
+  core::Bytes reach = 0;
+  for (std::int32_t i = 0; i < ndim; ++i) {
+    reach += static_cast<core::Bytes>(shape()[i] - 1) * static_cast<core::Bytes>(strides()[i]);
+  }
+  return (reach + 1) * item_bytes();
+}
+
 Handle::Handle(Handle&& other) noexcept
     : runtime(other.runtime),
+      ignored_by(other.ignored_by),
+      ignored(other.ignored),
       record(other.record),
       offset(other.offset),
       dtype(other.dtype),
       geometry(std::move(other.geometry)),
-      probe(std::move(other.probe)),
+      followed(std::move(other.followed)),
+      passed(std::move(other.passed)),
       version(other.version),
       twin(other.twin) {
-  other.runtime = nullptr;
+  other.runtime = other.ignored_by = nullptr;
 }
 
 Handle::~Handle() {
+  if (ignored_by != nullptr && !Registry::get().forked()) {
+    ignored_by->ignored_ended(ignored);
+  }
   if (runtime != nullptr && !Registry::get().forked()) {
     runtime->drop_handle(record);
     runtime->drop_orphans();
@@ -227,72 +275,58 @@ void Hooks::begin_step() {
 
 void Hooks::end_step() { Twins::get().sweep_all(); }
 
-// Leaves are kept as they are; anything else without its graph, since a saved output that holds its
-// own node would keep itself alive for ever (rule A4).
-Handle Hooks::pass(nb::handle tensor, Reason reason, bool as_it_is) {
+Handle Hooks::pass(nb::object passed, Reason reason, Handle handle) {
   ++passed_[static_cast<std::size_t>(reason)];
-  const TorchApi& torch = TorchApi::get();
-  Handle handle;
-  handle.probe = as_it_is ? nb::borrow(tensor) : torch.detached(tensor.ptr());
-  handle.version = torch.version_of(handle.probe.ptr());
+  handle.followed = Followed(passed.ptr());
+  handle.version = handle.followed.current();
+  handle.passed = std::move(passed);
   return handle;
 }
 
+// What is passed through: leaves as they are; anything else without its graph, since a saved output
+// that holds its own node would keep itself alive for ever (rule A4).
 Handle Hooks::pack(nb::handle tensor) {
   Twins::get().sweep();
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
-  const bool leaf = torch.flag(object, torch.is_leaf);
   if (!torch.is_tensor(object)) {
-    return pass(tensor, torch.is_parameter(object) ? Reason::leaf : Reason::subclass, leaf);
+    const bool leaf = torch.flag(object, torch.is_leaf);
+    return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
+                torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
   }
-  if (leaf && torch.flag(object, torch.requires_grad)) {
-    return pass(tensor, Reason::leaf, true);
+  const core::SeenTensor seen = torch.look(object);
+  if (seen.kind != core::SeenTensor::plain) {
+    const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
+    return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
-  const nb::object base = nb::steal(PyObject_GetAttr(object, torch.base));
-  if (base.is_valid() && !base.is_none() &&
-      (torch.is_parameter(base.ptr()) ||
-       (torch.flag(base.ptr(), torch.is_leaf) && torch.flag(base.ptr(), torch.requires_grad)))) {
-    return pass(tensor, Reason::view_of_leaf, false);
-  }
-  if (torch.flag_call(object, torch.is_neg)) {
-    return pass(tensor, Reason::neg_bit, leaf);
-  }
-  if (!torch.same_in_dlpack(object)) {
-    return pass(tensor, Reason::layout, leaf);
-  }
-  dlpack::Tensor described{};
-  if (torch.exchange->tensor_from_object(object, &described) != 0) {
-    PyErr_Clear();  // sparse, quantized: DLPack says it cannot carry it
-    return pass(tensor, Reason::layout, leaf);
-  }
-  if (described.dtype.code == dlpack::kComplex && torch.flag_call(object, torch.is_conj)) {
-    return pass(tensor, Reason::layout, leaf);  // the C interface drops the bit without a word
-  }
-  Address first = 0;
-  Address last = 0;
-  if (!extent(described, &first, &last)) {
-    return pass(tensor, Reason::empty, leaf);
-  }
+  const auto pass_plain = [&](Reason reason, Handle handle = {}) {
+    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason,
+                std::move(handle));
+  };
   core::Runtime* runtime = Registry::get().find(device_);
   if (runtime == nullptr) {
-    return pass(tensor, Reason::foreign_storage, leaf);
+    return pass_plain(Reason::foreign_storage);
   }
   if (!keep_.is_none() && nb::cast<bool>(keep_(tensor, order_++))) {
-    return pass(tensor, Reason::kept, leaf);
+    return pass_plain(Reason::kept);
   }
   Handle handle;
-  handle.geometry.set(described);
-  handle.probe = torch.version_probe(object);
-  handle.version = torch.version_of(object);
+  handle.geometry.set(seen);
+  handle.dtype = seen.dtype;
+  const auto first = reinterpret_cast<Address>(seen.data);
+  const Address last = first + handle.geometry.extent();
   const core::Saved saved = runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last)
-                                                  : runtime->save(first, first, last);
+                                                  : runtime->save(first, first, last, true);
   if (saved.refusal != core::Refusal::none) {
-    return pass(tensor, reason_of(saved.refusal), leaf);
+    handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
+    handle.ignored = saved.ignored;
+    return pass_plain(reason_of(saved.refusal), std::move(handle));
   }
   handle.runtime = runtime;
   handle.record = saved.record;
   handle.offset = saved.offset;
+  handle.followed = Followed(object);
+  handle.version = handle.followed.current();
   return handle;
 }
 
@@ -316,7 +350,7 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
     note_usage(device_, last - first);
   }
   const core::Saved saved =
-      runtime.save_held(held, current_stream(handle.geometry.device), first, first, last);
+      runtime.save_held(held, current_stream(handle.geometry.device), first, first, last, true);
   if (saved.took_reference) {
     reference.release();
   }
@@ -330,8 +364,8 @@ void Hooks::raise_modified(const Handle& handle, long version) const {
   for (std::int32_t i = 0; i < g.ndim; ++i) {
     shape.append(g.shape()[i]);
   }
-  nb::object passed = handle.runtime == nullptr ? handle.probe : nb::none();
-  modified_(passed, nb::make_tuple(g.dtype.code, g.dtype.bits, g.dtype.lanes), shape,
+  modified_(handle.runtime == nullptr ? handle.passed : nb::none(),
+            nb::make_tuple(g.dtype.code, g.dtype.bits, g.dtype.lanes), shape,
             g.device.type == dlpack::kCuda, version, handle.version);
   throw nb::value_error("an in-place change was found, but its error was not raised");
 }
@@ -357,12 +391,11 @@ void Hooks::raise_failed(const Handle& handle, core::Status status) {
 }
 
 nb::object Hooks::unpack(const Handle& handle) {
-  const TorchApi& torch = TorchApi::get();
-  if (const long version = torch.version_of(handle.probe.ptr()); version != handle.version) {
+  if (const long version = handle.followed.current(); version != handle.version) {
     raise_modified(handle, version);
   }
   if (handle.runtime == nullptr) {
-    return handle.probe;
+    return handle.passed;
   }
   if (Registry::get().forked()) {
     throw std::runtime_error(
@@ -389,11 +422,17 @@ nb::object Hooks::unpack(const Handle& handle) {
     raise_failed(handle, unpacked.status);
   }
   if (unpacked.storage != nullptr) {
-    return torch.with_version_of(handle.probe.ptr(), make_view(handle, unpacked, consumer));
+    return handle.followed.shared_by(make_view(handle, unpacked, consumer));
   }
-  nb::object memory = make_alias(handle, unpacked);
-  nb::object tensor = torch.with_version_of(handle.probe.ptr(), memory);
-  handle.twin = Twins::get().keep(std::move(memory), *handle.runtime, unpacked.block);
+  if (handle.followed.by_library()) {
+    auto [tensor, storage] = make_alias(handle, unpacked);
+    handle.twin = Twins::get().keep(std::move(storage), *handle.runtime, unpacked.block);
+    return handle.followed.shared_by(std::move(tensor));
+  }
+  nb::object memory = make_alias_by_dlpack(handle, unpacked);
+  nb::object tensor = handle.followed.shared_by(memory);
+  handle.twin =
+      Twins::get().keep(SharedStorage(std::move(memory)), *handle.runtime, unpacked.block);
   return tensor;
 }
 

@@ -26,6 +26,7 @@ enum class Reason : std::uint8_t {
   kept,
   graph_capture,
   private_pool,
+  small,
   count
 };
 
@@ -33,7 +34,10 @@ enum class Reason : std::uint8_t {
 struct Geometry {
   static constexpr std::int32_t kInline = 8;
 
-  void set(const dlpack::Tensor& tensor);
+  void set(const core::SeenTensor& tensor);
+  core::Bytes item_bytes() const { return (core::Bytes{dtype.bits} * dtype.lanes + 7) / 8; }
+  // From the first to behind the last element.
+  core::Bytes extent() const;
   const std::int64_t* shape() const { return ndim <= kInline ? near_.data() : far_.data(); }
   const std::int64_t* strides() const { return shape() + ndim; }
 
@@ -56,12 +60,15 @@ class Handle {
   ~Handle();
 
   core::Runtime* runtime = nullptr;  // null: passed through
+  core::Runtime* ignored_by = nullptr;
+  core::Bytes ignored = 0;
   core::RecordId record;
   core::Bytes offset = 0;
-  std::int32_t dtype = 0;  // torch's, where its own allocator cuts the blocks
+  std::int32_t dtype = 0;  // torch's
   Geometry geometry;
-  nb::object probe;  // version probe; where passed through, the tensor itself without its graph
-  long version = 0;
+  Followed followed;
+  nb::object passed;               // where passed through: the tensor itself without its graph
+  long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
 };
 
@@ -80,7 +87,7 @@ class Hooks {
   nb::dict passed_through() const;
 
  private:
-  Handle pass(nb::handle tensor, Reason reason, bool as_it_is);
+  Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                         core::Address first, core::Address last) const;
   [[noreturn]] void raise_modified(const Handle& handle, long version) const;
