@@ -221,6 +221,7 @@ class Config:
     telemetry_file: str = "activation_telemetry.jsonl"
     recompute_threshold_bytes: int = 0
     host_limit: Size | None = None  # of host memory; None: default_host_limit()
+    recompute: bool = False  # drop what autograd's own nodes can make again
     build_trigger: bool = True  # False: no library is built or loaded against torch
 
     def __post_init__(self) -> None:
@@ -309,7 +310,13 @@ def _is_int(value: object) -> bool:
 
 
 def _check_types(config: Config) -> None:
-    for name in ("enabled", "debug_checksums", "telemetry_enabled", "build_trigger"):
+    for name in (
+        "enabled",
+        "debug_checksums",
+        "telemetry_enabled",
+        "recompute",
+        "build_trigger",
+    ):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is not a bool.", f"Set {name} to true or false."

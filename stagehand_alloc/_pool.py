@@ -397,12 +397,14 @@ class Pool:
     def _enter_hooks(self, entry: _Entry) -> None:
         from torch._C import _autograd
 
-        from stagehand_alloc import _hooks, _tensors
+        from stagehand_alloc import _hooks, _recompute, _tensors
 
         if self._hooks is None:
             _tensors.load(self._config.build_trigger)
+            if self._config.recompute:
+                _recompute.load(self._config.build_trigger)
             self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch)
-        self._hooks.begin_step()
+        self._hooks.begin_step(self._config.recompute)
         if self._keep is not None:
             self._watch.enter()
         entry.hooked = True

@@ -94,7 +94,7 @@ void Books::give_back(Block* block) {
 
 // Records -----------------------------------------------------------------------------------------
 
-Record& Books::save(Block* block, Address first, Address last) {
+Record& Books::save(Block* block, Address first, Address last, bool recipe) {
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
@@ -111,8 +111,10 @@ Record& Books::save(Block* block, Address first, Address last) {
     note_occupied();
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
+    record->recipe = recipe;
     saved_in_use_ += block->size;
   } else {
+    record->recipe &= recipe;
     // A copy still under way reads what it finds, for nobody.
     record->outdated |= record->waited_for;
     if (!record->waited_for && record->clean()) {
@@ -157,7 +159,9 @@ void Books::close(Record& record) {
   }
   victims_.remove(record);
   if (block == nullptr) {
-    d_.counters.evicted -= record.bytes();
+    Bytes& elsewhere =
+        record.state == RecordState::dropped ? d_.counters.dropped : d_.counters.evicted;
+    elsewhere -= record.bytes();
   } else {
     no_more_ahead(record);
     block->record = nullptr;
@@ -177,6 +181,26 @@ void Books::close(Record& record) {
 
 void Books::leave(Record& record) {
   SH_CHECK(record.evictable() && record.copy.holds_bytes());
+  Block* block = part(record, RecordState::away);
+  ++record.evictions;
+  d_.plan.evicted(record.place);
+  d_.counters.evict(record.bytes());
+  vacate(block);
+}
+
+void Books::drop(Record& record) {
+  SH_CHECK(record.evictable() && record.droppable());
+  Block* block = part(record, RecordState::dropped);
+  record.was_dropped = true;
+  d_.plan.dropped(record.place);
+  ++d_.counters.drops;
+  d_.counters.dropped += record.bytes();
+  d_.counters.dropped_bytes += record.bytes();
+  vacate(block);
+}
+
+// The record and its block go their own ways; the block is to be put away.
+Block* Books::part(Record& record, RecordState state) {
   Block* block = record.block;
   victims_.remove(record);
   if (record.prefetched) {
@@ -188,14 +212,24 @@ void Books::leave(Record& record) {
   record.stall_pair = StallMeter::kNone;
   record.arrived = Tick{};
   record.block = nullptr;
-  record.state.move_to(RecordState::away);
+  record.state.move_to(state);
   d_.prefetcher.look_again();
   block->record = nullptr;
-  d_.plan.evicted(record.place);
-  ++record.evictions;
   d_.counters.freed_bytes += block->size;
-  d_.counters.evict(record.bytes());
-  vacate(block);
+  return block;
+}
+
+void Books::refill(Record& record, Block* block) {
+  SH_CHECK(block->state == BlockState::live && block->record == nullptr);
+  record.block = block;
+  record.block_begin = 0;
+  record.state.move_to(RecordState::device);
+  block->record = &record;
+  d_.plan.returned(record.place);
+  ++d_.counters.recomputes;
+  d_.counters.dropped -= record.bytes();
+  d_.counters.recomputed_bytes += record.bytes();
+  saved_in_use_ += block->size;
 }
 
 void Books::arrive(Record& record, Block* block, bool ahead) {
@@ -329,6 +363,7 @@ void Books::set_process_limit(Bytes limit) {
 const char* Books::broken() {
   Bytes handles = 0;
   Bytes evicted = 0;
+  Bytes dropped = 0;
   Bytes in_use = 0;
   Bytes ahead = 0;
   std::size_t records = 0;
@@ -351,7 +386,12 @@ const char* Books::broken() {
       if (!r->copy.holds_bytes()) {
         return "O3: an evicted record has no host copy";
       }
-    } else if (r->block != nullptr && r->block->record != r) {
+    } else if (r->state == RecordState::dropped) {
+      dropped += r->bytes();
+      if (!r->recipe || !r->was_dropped || r->clean()) {
+        return "a dropped record has a host copy, or nobody who can make it again";
+      }
+    } else if (r->block->record != r) {
       return "O1: a record and its block do not name each other";
     }
     if (r->copy.state == CopyState::staged && !r->retained()) {
@@ -368,8 +408,8 @@ const char* Books::broken() {
   if (ahead != d_.ahead) {
     return "bytes that came back ahead of need differ from the records";
   }
-  if (evicted != d_.counters.evicted) {
-    return "evicted bytes differ from the counters";
+  if (evicted != d_.counters.evicted || dropped != d_.counters.dropped) {
+    return "evicted or dropped bytes differ from the counters";
   }
   return victims_.broken(d_.ledger);
 }

@@ -45,10 +45,17 @@ class Books {
   // One more handle for the record of the block's storage, which covers [first, last): opened, or
   // widened. Saved again, a storage may have changed since it was copied out, which is legal where
   // nobody asks for the old version any more: its copy is given up.
-  Record& save(Block* block, Address first, Address last);
+  // `recipe`: the storage's bytes can be made again. Of a record they can be while that was said
+  // with each of its handles.
+  Record& save(Block* block, Address first, Address last, bool recipe = false);
   void drop_handle(Record& record);
   // Evicted: its bytes are in its host copy, which is queued at least.
   void leave(Record& record);
+  // Evicted without one: its recipe makes its bytes again. Once in its life at most, so that making
+  // one again for want of another comes to an end.
+  void drop(Record& record);
+  // Its bytes were made again in a live block that is no record's.
+  void refill(Record& record, Block* block);
   // A saved storage of so many bytes stays on the GPU, as torch's alone, because its eviction could
   // never pay. False: it is to be saved. As long as the tensor that was passed through is there:
   // what is ignored at a time is a thousandth of `high` at most.
@@ -87,6 +94,7 @@ class Books {
 
  private:
   void close(Record& record);
+  Block* part(Record& record, RecordState state);
   void vacate(Block* block);
   void disarm_if_idle();
 

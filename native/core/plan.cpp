@@ -154,6 +154,13 @@ void Plan::evicted(Place place) {
   }
 }
 
+void Plan::dropped(Place place) {
+  evicted(place);
+  if (Step* step = step_of(place.step); step != nullptr) {
+    step->seen.entries[place.index].dropped = true;
+  }
+}
+
 void Plan::returned(Place place) {
   Step* step = step_of(place.step);
   if (step != nullptr && std::exchange(step->seen.entries[place.index].away, false)) {
@@ -392,6 +399,12 @@ bool Plan::leaves(Place place) const {
   }
   return step->kin ? step->kin.leaves(place.index)
                    : entry->leaves && step->trace->predicts(step->seen.high);
+}
+
+bool Plan::drops(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && entry->dropped;
 }
 
 bool Plan::is_new() const {

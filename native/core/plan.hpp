@@ -45,6 +45,7 @@ class Plan {
   // it; its last handle is gone.
   void retained(Place place);
   void evicted(Place place);
+  void dropped(Place place);
   void returned(Place place);
   void unpacked(Place place);
   void closed(Place place);
@@ -69,6 +70,8 @@ class Plan {
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
+  // Whether it is expected to be dropped then.
+  bool drops(Place place) const;
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.

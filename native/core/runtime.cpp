@@ -68,7 +68,7 @@ bool Runtime::base_of(Address address, Address* base, Bytes* bytes) {
 
 // Walk 2 ------------------------------------------------------------------------------------------
 
-Saved Runtime::save(Address data, Address first, Address last, bool may_ignore) {
+Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, bool recipe) {
   Entry entry(d_.gate);
   Block* block = heap_.find(first);
   if (block == nullptr || block->state != BlockState::live || last > block->end()) {
@@ -88,7 +88,7 @@ Saved Runtime::save(Address data, Address first, Address last, bool may_ignore) 
     return {Refusal::small, {}, 0, false, block->size};
   }
   try {
-    return tagged(block, data, first, last);
+    return tagged(block, data, first, last, recipe);
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
   }
@@ -100,8 +100,8 @@ void Runtime::ignored_ended(Bytes bytes) {
 }
 
 // A record for the block, or one more handle for the one it has.
-Saved Runtime::tagged(Block* block, Address data, Address first, Address last) {
-  const Record& record = d_.books.save(block, first, last);
+Saved Runtime::tagged(Block* block, Address data, Address first, Address last, bool recipe) {
+  const Record& record = d_.books.save(block, first, last, recipe);
   if (d_.counters.occupied > d_.budget.low) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.
@@ -118,6 +118,9 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   d_.departures.flush();
   d_.store->look_around(entry);
   Record& record = *d_.ledger.find(id);  // the handle is the caller's
+  if (record.state == RecordState::dropped) {
+    return {Status::recompute};
+  }
   if (d_.counters.evicted > 0) {
     d_.clocks.of(record.stream).note_work(record.bytes());  // a fine clock for restores, as in save
   }
@@ -174,6 +177,29 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
   return found;
 }
 
+bool Runtime::refill(RecordId id, Address first, driver::Stream stream) {
+  Entry entry(d_.gate);
+  Record* record = d_.ledger.find(id);
+  if (record == nullptr || record->state != RecordState::dropped) {
+    return true;
+  }
+  Block* block = heap_.find(first);
+  if (block == nullptr || block->state != BlockState::live || block->address != first ||
+      block->size < record->end || block->record != nullptr || block->in_graph || block->keep) {
+    return false;
+  }
+  fill(*record, block, stream);
+  return true;
+}
+
+// Whoever asks for it is behind the work that makes it, like behind a copy in.
+void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
+  const Tick made = d_.clocks.of(stream).now();
+  d_.books.refill(record, block);
+  record.stream = block->clock->stream();
+  record.arrived = made;
+}
+
 bool Runtime::resident(RecordId id) {
   Entry entry(d_.gate);
   const Record* record = d_.ledger.find(id);
@@ -227,7 +253,7 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
 
 // Where the host has no memory for our books, the tensor stays with torch.
 Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
-                         Address first, Address last, bool may_ignore) {
+                         Address first, Address last, bool may_ignore, bool recipe) {
   Entry entry(d_.gate);
   if (first < held.address || last > held.address + held.bytes) {
     return {Refusal::foreign_storage, {}};
@@ -242,7 +268,7 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
       return {refusal, {}, 0, false, refusal == Refusal::small ? held.bytes : 0};
     }
     block->owned_by_torch = true;
-    saved = tagged(block, data, first, last);
+    saved = tagged(block, data, first, last, recipe);
   } catch (const std::bad_alloc&) {
     if (block != nullptr && fresh && block->record == nullptr) {
       torch_->forget(block);
@@ -259,6 +285,41 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   } catch (const std::bad_alloc&) {  // it is saved; what could leave now leaves later
   }
   return saved;
+}
+
+bool Runtime::refill_held(RecordId id, const HeldStorage& held, driver::Stream stream,
+                          bool* took_reference) {
+  Entry entry(d_.gate);
+  *took_reference = false;
+  Record* record = d_.ledger.find(id);
+  if (record == nullptr || record->state != RecordState::dropped) {
+    return true;
+  }
+  if (held.bytes < record->end) {
+    return false;
+  }
+  Refusal refusal = Refusal::none;
+  bool fresh = false;
+  Block* block = nullptr;
+  try {
+    block = torch_->hold(held, stream, false, &fresh, &refusal);
+    if (block == nullptr || block->record != nullptr) {
+      return false;
+    }
+    block->owned_by_torch = true;
+    fill(*record, block, stream);
+  } catch (const std::bad_alloc&) {
+    if (block != nullptr && fresh && block->record == nullptr) {
+      torch_->forget(block);
+    }
+    return false;
+  }
+  *took_reference = fresh;
+  try {
+    torch_->saved(entry, *record, stream, fresh);
+  } catch (const std::bad_alloc&) {  // it is there; what could leave now leaves later
+  }
+  return true;
 }
 
 bool Runtime::missed(driver::Stream stream) {

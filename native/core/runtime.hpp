@@ -53,12 +53,19 @@ class Runtime {
   bool base_of(Address address, Address* base, Bytes* bytes);
 
   // A tensor over the bytes [first, last) was saved; `data` is its first element. `may_ignore`: it
-  // may be refused as small, for what its eviction would cost.
-  Saved save(Address data, Address first, Address last, bool may_ignore = false);
+  // may be refused as small, for what its eviction would cost. `recipe`: all of the storage's bytes
+  // that were saved so far can be made again.
+  Saved save(Address data, Address first, Address last, bool may_ignore = false,
+             bool recipe = false);
   // What was ignored is gone.
   void ignored_ended(Bytes bytes);
-  // Walk 2: the tensor's memory, for work queued on `consumer` from now on.
+  // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
+  // caller is to make the storage's bytes again, give them by `refill`, and ask again.
   Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
+  // The bytes of a dropped record, made again on `stream` in the storage that begins at `first`.
+  // False: that storage is not of a kind that records are of, or too small; the record stays
+  // dropped. True without any use of it where another thread was quicker, or the record is gone.
+  bool refill(RecordId record, Address first, driver::Stream stream);
   // Whether unpack will find the record on the device; where not, it may have to make room.
   bool resident(RecordId record);
   // Bytes saved of the record's storage; 0 when it is gone.
@@ -80,7 +87,10 @@ class Runtime {
   // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
   // element. With the GIL.
   Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
-                  Address last, bool may_ignore = false);
+                  Address last, bool may_ignore = false, bool recipe = false);
+  // `refill` with a storage of torch's. `took_reference` as in Saved.
+  bool refill_held(RecordId record, const HeldStorage& held, driver::Stream stream,
+                   bool* took_reference);
   // torch's cache found no free block on this thread and will grow next. True: something was given
   // back. Under torch's mutex; never takes the GIL.
   bool missed(driver::Stream stream);
@@ -135,7 +145,8 @@ class Runtime {
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
           Bytes granularity, const std::array<driver::Stream, 4>& lanes);
 
-  Saved tagged(Block* block, Address data, Address first, Address last);
+  Saved tagged(Block* block, Address data, Address first, Address last, bool recipe);
+  void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();
   void release_graphs(Entry& entry);

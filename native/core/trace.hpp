@@ -16,6 +16,7 @@ struct Trace {
     Bytes block_bytes = 0;
     RecordId record;
     bool evicted = false;
+    bool dropped = false;
     bool leaves = false;  // is to leave in the next step
     bool away = false;
     std::uint32_t retained = KnownRecord::kNever;  // moments

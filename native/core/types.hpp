@@ -30,6 +30,7 @@ enum class Status {
   driver_failed,  // a driver call failed for another reason than memory
   stale,          // the record named is gone (its generation passed)
   corrupted,      // a host copy differs from what was written to it
+  recompute,      // the record was dropped: it is to be made again, and given by refill
 };
 
 // A record of the ledger. The generation makes an id of a dead record harmless (rule O2).

@@ -219,6 +219,12 @@ NB_MODULE(_native, module) {
         return TorchApi::use_tensors(reinterpret_cast<const core::TensorSide*>(table));
       },
       "table"_a);
+  module.def(
+      "use_recipe_side",
+      [](std::uintptr_t table) {
+        return Recipe::use(reinterpret_cast<const core::RecipeSide*>(table));
+      },
+      "table"_a);
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
   module.def("enter_torch", &enter_torch, "device"_a);
@@ -230,7 +236,7 @@ NB_MODULE(_native, module) {
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks")
       .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a, "keep"_a = nb::none())
-      .def("begin_step", &Hooks::begin_step)
+      .def("begin_step", &Hooks::begin_step, "recompute"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)

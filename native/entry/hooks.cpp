@@ -243,6 +243,7 @@ Handle::Handle(Handle&& other) noexcept
       dtype(other.dtype),
       geometry(std::move(other.geometry)),
       followed(std::move(other.followed)),
+      recipe(std::move(other.recipe)),
       passed(std::move(other.passed)),
       version(other.version),
       twin(other.twin) {
@@ -268,8 +269,9 @@ Hooks::Hooks(int device, nb::object modified, nb::object keep)
   TorchApi::get();
 }
 
-void Hooks::begin_step() {
+void Hooks::begin_step(bool recompute) {
   order_ = 0;
+  recompute_ = recompute;
   Twins::get().sweep_all();
 }
 
@@ -315,8 +317,12 @@ Handle Hooks::pack(nb::handle tensor) {
   handle.dtype = seen.dtype;
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
+  if (recompute_) {
+    handle.recipe = Recipe::of(tensor);
+  }
+  const bool recipe = static_cast<bool>(handle.recipe);
   const core::Saved saved = runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last)
-                                                  : runtime->save(first, first, last, true);
+                                                  : runtime->save(first, first, last, true, recipe);
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
     handle.ignored = saved.ignored;
@@ -349,8 +355,8 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
   if (side.triggers == 0) {
     note_usage(device_, last - first);
   }
-  const core::Saved saved =
-      runtime.save_held(held, current_stream(handle.geometry.device), first, first, last, true);
+  const core::Saved saved = runtime.save_held(held, current_stream(handle.geometry.device), first,
+                                              first, last, true, static_cast<bool>(handle.recipe));
   if (saved.took_reference) {
     reference.release();
   }
@@ -390,6 +396,56 @@ void Hooks::raise_failed(const Handle& handle, core::Status status) {
   throw nb::python_error();
 }
 
+core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
+  const core::TorchSide* side = Registry::get().torch_side();
+  const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library
+  if (in_python) {
+    note_usage(device_, handle.runtime->bytes_of(handle.record));
+  }
+  const PausedCollection paused(in_python);
+  if (in_python || handle.runtime->resident(handle.record)) {
+    return handle.runtime->unpack(handle.record, handle.offset, consumer);
+  }
+  const nb::gil_scoped_release unlocked;  // making room may wait
+  return handle.runtime->unpack(handle.record, handle.offset, consumer);
+}
+
+// A dropped record's storage, made again and given to it. Where its memory is not such as records
+// are of, as inside a MemPool of the user's, a tensor over it as the saved one was; the record
+// stays dropped.
+nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
+  const nb::object made = handle.recipe.run(*this);
+  core::Runtime& runtime = *handle.runtime;
+  bool taken = false;
+  if (runtime.uses_torch()) {
+    const core::TorchSide& side = *Registry::get().torch_side();
+    core::HeldStorage held;
+    std::int32_t dtype = 0;
+    if (side.hold(made.ptr(), &held, &dtype) == core::Hold::held) {
+      HeldReference reference(side, held.storage);
+      bool took = false;
+      taken = runtime.refill_held(handle.record, held, consumer, &took);
+      if (took) {
+        reference.release();
+      }
+    }
+  } else {
+    const core::SeenTensor seen = TorchApi::get().look(made.ptr());
+    taken = runtime.refill(handle.record, reinterpret_cast<Address>(seen.data), consumer);
+  }
+  if (taken) {
+    return {};
+  }
+  const Geometry& g = handle.geometry;
+  const core::TensorPlace place{static_cast<std::int64_t>(handle.offset / g.item_bytes()),
+                                g.shape(), g.strides(), g.ndim, handle.dtype};
+  nb::object tensor = nb::steal(static_cast<PyObject*>(Recipe::side()->view(made.ptr(), &place)));
+  if (!tensor.is_valid()) {
+    throw nb::python_error();
+  }
+  return tensor;
+}
+
 nb::object Hooks::unpack(const Handle& handle) {
   if (const long version = handle.followed.current(); version != handle.version) {
     raise_modified(handle, version);
@@ -405,18 +461,12 @@ nb::object Hooks::unpack(const Handle& handle) {
   }
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
-  core::Unpacked unpacked;
-  const core::TorchSide* side = Registry::get().torch_side();
-  const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library
-  if (in_python) {
-    note_usage(device_, handle.runtime->bytes_of(handle.record));
-  }
-  const PausedCollection paused(in_python);
-  if (in_python || handle.runtime->resident(handle.record)) {
-    unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
-  } else {
-    const nb::gil_scoped_release unlocked;  // making room may wait
-    unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
+  core::Unpacked unpacked = find(handle, consumer);
+  if (unpacked.status == core::Status::recompute) {
+    if (nb::object apart = make_again(handle, consumer); apart.is_valid()) {
+      return handle.followed.shared_by(std::move(apart));
+    }
+    unpacked = find(handle, consumer);
   }
   if (unpacked.status != core::Status::ok) {
     raise_failed(handle, unpacked.status);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/runtime.hpp"
+#include "entry/recipes.hpp"
 #include "entry/torch_api.hpp"
 
 namespace stagehand::entry {
@@ -67,6 +68,7 @@ class Handle {
   std::int32_t dtype = 0;  // torch's
   Geometry geometry;
   Followed followed;
+  Recipe recipe;
   nb::object passed;               // where passed through: the tensor itself without its graph
   long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
@@ -78,8 +80,9 @@ class Hooks {
   // for an in-place change.
   Hooks(int device, nb::object modified, nb::object keep);
 
-  // The pool was entered: the order that `keep` is told starts again.
-  void begin_step();
+  // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
+  // again may be dropped.
+  void begin_step(bool recompute);
   // It was left.
   static void end_step();
   Handle pack(nb::handle tensor);
@@ -90,6 +93,8 @@ class Hooks {
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                         core::Address first, core::Address last) const;
+  core::Unpacked find(const Handle& handle, driver::Stream consumer);
+  nb::object make_again(const Handle& handle, driver::Stream consumer);
   [[noreturn]] void raise_modified(const Handle& handle, long version) const;
   [[noreturn]] static void raise_failed(const Handle& handle, core::Status status);
 
@@ -98,6 +103,7 @@ class Hooks {
   const nb::object keep_;  // predicate, or None
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
+  bool recompute_ = false;
 };
 
 }  // namespace stagehand::entry

@@ -1,0 +1,72 @@
+#include "entry/recipes.hpp"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "entry/hooks.hpp"
+
+namespace stagehand::entry {
+
+Recipe Recipe::of(nb::handle tensor) {
+  Recipe recipe;
+  if (side_ == nullptr) {
+    return recipe;
+  }
+  side_->find(tensor.ptr(), nb::type<Handle>().ptr(), &recipe.found_);
+  for (std::uint32_t i = 0; i < recipe.found_.inputs; ++i) {
+    const auto* input =
+        nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
+    recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
+  }
+  return recipe.found_.exact && recipe.depth_ <= kDepth ? std::move(recipe) : Recipe();
+}
+
+Recipe& Recipe::operator=(Recipe&& other) noexcept {
+  std::swap(found_, other.found_);
+  std::swap(depth_, other.depth_);
+  return *this;
+}
+
+Recipe::~Recipe() {
+  if (found_.recipe != nullptr) {
+    side_->forget(found_.recipe);
+  }
+}
+
+nb::object Recipe::run(Hooks& hooks) const {
+  std::array<nb::object, core::FoundRecipe::kInputs> inputs;
+  std::array<void*, core::FoundRecipe::kInputs> raw{};
+  for (std::uint32_t i = 0; i < found_.inputs; ++i) {
+    inputs[i] =
+        hooks.unpack(*nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i]))));
+    raw[i] = inputs[i].ptr();
+  }
+  bool differs = false;
+  nb::object made =
+      nb::steal(static_cast<PyObject*>(side_->run(found_.recipe, raw.data(), &differs)));
+  if (differs) {
+    const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("RecomputeError");
+    const std::string what =
+        std::string("A saved output of ") + found_.op +
+        ", made again for backward, has other sizes, strides or another dtype than it had.";
+    const nb::object error =
+        type(what.c_str(), "Pass recompute=False to the pool, and report what computes it.");
+    PyErr_SetObject(type.ptr(), error.ptr());
+    throw nb::python_error();
+  }
+  if (!made.is_valid()) {
+    throw nb::python_error();
+  }
+  return made;
+}
+
+std::string Recipe::use(const core::RecipeSide* table) {
+  if (table->version != core::RecipeSide::kVersion || table->size != sizeof(core::RecipeSide)) {
+    return "it was built for another version of stagehand_alloc";
+  }
+  side_ = table;
+  return {};
+}
+
+}  // namespace stagehand::entry
