@@ -94,7 +94,7 @@ void Books::give_back(Block* block) {
 
 // Records -----------------------------------------------------------------------------------------
 
-Record& Books::save(Block* block, Address first, Address last, bool recipe) {
+Record& Books::save(Block* block, Address first, Address last, Made made) {
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
@@ -111,10 +111,9 @@ Record& Books::save(Block* block, Address first, Address last, bool recipe) {
     note_occupied();
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
-    record->recipe = recipe;
+    record->recipe = true;
     saved_in_use_ += block->size;
   } else {
-    record->recipe &= recipe;
     // A copy still under way reads what it finds, for nobody.
     record->outdated |= record->waited_for;
     if (!record->waited_for && record->clean()) {
@@ -125,6 +124,8 @@ Record& Books::save(Block* block, Address first, Address last, bool recipe) {
     record->begin = std::min(record->begin, begin);
     record->end = std::max(record->end, end);
   }
+  record->recipe = record->recipe && made.bytes >= record->end && made.first == block->address &&
+                   record->block_begin == 0;
   ++record->handles;
   ++d_.counters.handles;
   ++d_.counters.activations_saved;

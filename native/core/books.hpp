@@ -45,9 +45,9 @@ class Books {
   // One more handle for the record of the block's storage, which covers [first, last): opened, or
   // widened. Saved again, a storage may have changed since it was copied out, which is legal where
   // nobody asks for the old version any more: its copy is given up.
-  // `recipe`: the storage's bytes can be made again. Of a record they can be while that was said
-  // with each of its handles.
-  Record& save(Block* block, Address first, Address last, bool recipe = false);
+  // `made`: the tensor that can be made again, as the storage is now. The record can be as long as
+  // that was said with each of its handles, and covers them.
+  Record& save(Block* block, Address first, Address last, Made made = {});
   void drop_handle(Record& record);
   // Evicted: its bytes are in its host copy, which is queued at least.
   void leave(Record& record);

@@ -78,7 +78,7 @@ struct Record {
   Filed filed;
 
   bool clean() const { return copy.state != CopyState::none; }
-  bool droppable() const { return recipe && !was_dropped && !clean() && block_begin == 0; }
+  bool droppable() const { return recipe && !was_dropped && !clean(); }
   // Whether no copy out is needed for it to leave.
   bool leaves_free() const { return clean() || droppable(); }
   bool evicted() const { return alive && state != RecordState::device; }

@@ -14,6 +14,7 @@ struct FoundRecipe {
   static constexpr std::uint32_t kInputs = 3;  // at most
 
   void* recipe = nullptr;  // null: nobody knows how it was made
+  Made made;
   const char* op = nullptr;
   bool exact = false;  // the same bytes whenever it runs: elementwise, each element by itself
   std::uint32_t inputs = 0;

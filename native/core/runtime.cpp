@@ -68,7 +68,7 @@ bool Runtime::base_of(Address address, Address* base, Bytes* bytes) {
 
 // Walk 2 ------------------------------------------------------------------------------------------
 
-Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, bool recipe) {
+Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, Made made) {
   Entry entry(d_.gate);
   Block* block = heap_.find(first);
   if (block == nullptr || block->state != BlockState::live || last > block->end()) {
@@ -88,7 +88,7 @@ Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, 
     return {Refusal::small, {}, 0, false, block->size};
   }
   try {
-    return tagged(block, data, first, last, recipe);
+    return tagged(block, data, first, last, made);
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
   }
@@ -100,8 +100,8 @@ void Runtime::ignored_ended(Bytes bytes) {
 }
 
 // A record for the block, or one more handle for the one it has.
-Saved Runtime::tagged(Block* block, Address data, Address first, Address last, bool recipe) {
-  const Record& record = d_.books.save(block, first, last, recipe);
+Saved Runtime::tagged(Block* block, Address data, Address first, Address last, Made made) {
+  const Record& record = d_.books.save(block, first, last, made);
   if (d_.counters.occupied > d_.budget.low) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.
@@ -198,6 +198,7 @@ void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
   d_.books.refill(record, block);
   record.stream = block->clock->stream();
   record.arrived = made;
+  block->made_again = true;
 }
 
 bool Runtime::resident(RecordId id) {
@@ -253,7 +254,7 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
 
 // Where the host has no memory for our books, the tensor stays with torch.
 Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
-                         Address first, Address last, bool may_ignore, bool recipe) {
+                         Address first, Address last, bool may_ignore, Made made) {
   Entry entry(d_.gate);
   if (first < held.address || last > held.address + held.bytes) {
     return {Refusal::foreign_storage, {}};
@@ -268,7 +269,7 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
       return {refusal, {}, 0, false, refusal == Refusal::small ? held.bytes : 0};
     }
     block->owned_by_torch = true;
-    saved = tagged(block, data, first, last, recipe);
+    saved = tagged(block, data, first, last, made);
   } catch (const std::bad_alloc&) {
     if (block != nullptr && fresh && block->record == nullptr) {
       torch_->forget(block);

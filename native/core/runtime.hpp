@@ -53,10 +53,9 @@ class Runtime {
   bool base_of(Address address, Address* base, Bytes* bytes);
 
   // A tensor over the bytes [first, last) was saved; `data` is its first element. `may_ignore`: it
-  // may be refused as small, for what its eviction would cost. `recipe`: all of the storage's bytes
-  // that were saved so far can be made again.
-  Saved save(Address data, Address first, Address last, bool may_ignore = false,
-             bool recipe = false);
+  // may be refused as small, for what its eviction would cost. `made`: what the caller can make
+  // again of the storage, as it is now.
+  Saved save(Address data, Address first, Address last, bool may_ignore = false, Made made = {});
   // What was ignored is gone.
   void ignored_ended(Bytes bytes);
   // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
@@ -87,7 +86,7 @@ class Runtime {
   // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
   // element. With the GIL.
   Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
-                  Address last, bool may_ignore = false, bool recipe = false);
+                  Address last, bool may_ignore = false, Made made = {});
   // `refill` with a storage of torch's. `took_reference` as in Saved.
   bool refill_held(RecordId record, const HeldStorage& held, driver::Stream stream,
                    bool* took_reference);
@@ -145,7 +144,7 @@ class Runtime {
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
           Bytes granularity, const std::array<driver::Stream, 4>& lanes);
 
-  Saved tagged(Block* block, Address data, Address first, Address last, bool recipe);
+  Saved tagged(Block* block, Address data, Address first, Address last, Made made);
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();

@@ -39,4 +39,10 @@ struct RecordId {
   std::uint32_t generation = 0;
 };
 
+// What a recipe makes again: a tensor that begins where its storage does.
+struct Made {
+  Address first = 0;
+  Bytes bytes = 0;  // 0: there is no recipe
+};
+
 }  // namespace stagehand::core

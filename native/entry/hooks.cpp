@@ -320,9 +320,9 @@ Handle Hooks::pack(nb::handle tensor) {
   if (recompute_) {
     handle.recipe = Recipe::of(tensor);
   }
-  const bool recipe = static_cast<bool>(handle.recipe);
-  const core::Saved saved = runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last)
-                                                  : runtime->save(first, first, last, true, recipe);
+  const core::Saved saved = runtime->uses_torch()
+                                ? save_held(*runtime, tensor, handle, first, last)
+                                : runtime->save(first, first, last, true, handle.recipe.made());
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
     handle.ignored = saved.ignored;
@@ -356,7 +356,7 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
     note_usage(device_, last - first);
   }
   const core::Saved saved = runtime.save_held(held, current_stream(handle.geometry.device), first,
-                                              first, last, true, static_cast<bool>(handle.recipe));
+                                              first, last, true, handle.recipe.made());
   if (saved.took_reference) {
     reference.release();
   }

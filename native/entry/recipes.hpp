@@ -29,8 +29,8 @@ class Recipe {
   ~Recipe();
 
   explicit operator bool() const { return found_.recipe != nullptr; }
-  // The op that made it, for messages.
-  const char* op() const { return found_.op; }
+  // What it makes, where it is now; nothing where nobody knows.
+  core::Made made() const { return found_.made; }
   // Makes it again from its inputs, which may have to be made again first. Raises what torch does,
   // and RecomputeError where something else came.
   nb::object run(Hooks& hooks) const;

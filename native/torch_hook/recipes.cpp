@@ -196,6 +196,7 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->sizes = made.sizes();
     recipe->strides = made.strides();
     recipe->dtype = made.scalar_type();
+    found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes()};
     found->op = recipe->op->name;
     found->exact = recipe->op->exact;
     found->inputs = recipe->count;

@@ -18,9 +18,14 @@ bool HeapStore::drop(const Reference& reference) {
   return true;
 }
 
-core::Saved HeapStore::save(const Reference& of, driver::Stream /*on*/, Address first,
-                            Address last) {
-  return runtime(of.device).save(first, first, last);
+core::Saved HeapStore::save(const Reference& of, driver::Stream /*on*/, Address first, Address last,
+                            bool again) {
+  const core::Made made{of.address, again ? of.bytes : 0};
+  return runtime(of.device).save(first, first, last, false, made);
+}
+
+bool HeapStore::refill(core::RecordId record, const Reference& with, driver::Stream on) {
+  return runtime(with.device).refill(record, with.address, on);
 }
 
 Status HeapStore::unpack(std::size_t device, core::RecordId record, Bytes offset,

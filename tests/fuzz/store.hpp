@@ -29,8 +29,11 @@ class Store {
   virtual core::Status make(driver::Stream stream, std::uint64_t graph, Reference* made) = 0;
   // False: it was not known.
   virtual bool drop(const Reference& reference) = 0;
+  // `again`: the storage's bytes can be made again.
   virtual core::Saved save(const Reference& of, driver::Stream on, core::Address first,
-                           core::Address last) = 0;
+                           core::Address last, bool again) = 0;
+  // The bytes of a dropped record were made again in a storage, on a stream. False: not taken.
+  virtual bool refill(core::RecordId record, const Reference& with, driver::Stream on) = 0;
   // What backward gets: an alias of the record's bytes from `offset` on.
   virtual core::Status unpack(std::size_t device, core::RecordId record, core::Bytes offset,
                               driver::Stream consumer, Reference* again) = 0;
@@ -59,8 +62,9 @@ class HeapStore : public Store {
   core::Runtime& runtime(std::size_t device) override { return *runtimes_[device]; }
   core::Status make(driver::Stream stream, std::uint64_t graph, Reference* made) override;
   bool drop(const Reference& reference) override;
-  core::Saved save(const Reference& of, driver::Stream on, core::Address first,
-                   core::Address last) override;
+  core::Saved save(const Reference& of, driver::Stream on, core::Address first, core::Address last,
+                   bool again) override;
+  bool refill(core::RecordId record, const Reference& with, driver::Stream on) override;
   core::Status unpack(std::size_t device, core::RecordId record, core::Bytes offset,
                       driver::Stream consumer, Reference* again) override;
   void drop_handle(std::size_t device, core::RecordId record) override;

@@ -156,6 +156,8 @@ void Stress::allocate(const Instruction& in) {
   say("  at %llx", static_cast<unsigned long long>(tensor.reference.address));
   tensor.storage = std::make_shared<Storage>();
   tensor.storage->captured = captured;
+  tensor.storage->bytes = tensor.reference.bytes;
+  tensor.storage->again = in.more % 5 < 2;
   // One to three views at random places; small blocks whole.
   const Bytes bytes = tensor.reference.bytes;
   std::uint64_t drawn = in.more;
@@ -219,9 +221,10 @@ void Stress::save(const Instruction& in) {
 
 void Stress::save_tensor(const Tensor& tensor, std::size_t view) {
   const Address first = address_of(tensor, view);
+  const bool again = tensor.storage->again && tensor.storage->version == 0;
   const core::Saved saved = call([&] {
     return store_.save(tensor.reference, stream(tensor.place), first,
-                       first + tensor.storage->views[view].bytes);
+                       first + tensor.storage->views[view].bytes, again);
   });
   if (saved.refusal != core::Refusal::none) {
     return say("  refused: %d", static_cast<int>(saved.refusal));
@@ -245,10 +248,17 @@ void Stress::unpack(const Instruction& in) {
   }
   order(handle.place, consumer);
   Tensor alias;
-  const Status status = call([&] {
-    return store_.unpack(handle.place.device, handle.record, handle.offset, stream(consumer),
-                         &alias.reference);
-  });
+  const auto ask = [&] {
+    return call([&] {
+      return store_.unpack(handle.place.device, handle.record, handle.offset, stream(consumer),
+                           &alias.reference);
+    });
+  };
+  Status status = ask();
+  if (status == Status::recompute) {
+    status = make_again(handle, consumer);
+    status = status == Status::ok ? ask() : status;
+  }
   if (status != Status::ok) {
     // The whole storage comes back.
     const std::size_t device = handle.place.device;
@@ -265,6 +275,33 @@ void Stress::unpack(const Instruction& in) {
     alias.place = handle.place;
   }
   aliases_.push_back(std::move(alias));
+}
+
+// As the hook does: the storage's op once more, on the stream that asks.
+Status Stress::make_again(const Handle& handle, Place on) {
+  Tensor made;
+  made.place = on;
+  made.reference.bytes = handle.storage->bytes;
+  made.reference.device = on.device;
+  made.storage = std::make_shared<Storage>(*handle.storage);
+  const bool captured =
+      capturing_ && stream(on) == stream(captured_) && on.device == captured_.device;
+  const Status status =
+      call([&] { return store_.make(stream(on), captured ? graph_ : 0, &made.reference); });
+  if (status != Status::ok) {
+    return status;
+  }
+  const driver::ContextGuard guard(table_, contexts_[on.device]);
+  for (const View& view : made.storage->views) {
+    contents_.fill(stream(on), made.reference.address + view.offset, view.bytes, view.seed);
+  }
+  const bool taken = call([&] { return store_.refill(handle.record, made.reference, stream(on)); });
+  call([&] { store_.drop(made.reference); });
+  const std::shared_ptr<Storage> storage = handle.storage;
+  for (Handle& one : handles_) {
+    one.place = taken && one.storage == storage ? on : one.place;
+  }
+  return taken ? Status::ok : Status::out_of_memory;
 }
 
 void Stress::drop_handle(std::uint64_t pick) {
