@@ -221,7 +221,9 @@ void Stress::save(const Instruction& in) {
 
 void Stress::save_tensor(const Tensor& tensor, std::size_t view) {
   const Address first = address_of(tensor, view);
-  const bool again = tensor.storage->again && tensor.storage->version == 0;
+  // What came back may be a part of its storage.
+  const bool whole = tensor.reference.bytes != 0;
+  const bool again = whole && tensor.storage->again && tensor.storage->version == 0;
   const core::Saved saved = call([&] {
     return store_.save(tensor.reference, stream(tensor.place), first,
                        first + tensor.storage->views[view].bytes, again);
