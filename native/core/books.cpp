@@ -94,12 +94,21 @@ void Books::give_back(Block* block) {
 
 // Records -----------------------------------------------------------------------------------------
 
+namespace {
+// Whether what can be made again is all that was saved of the storage, from its first byte on.
+bool covers(const Record& record, const Block* block, const Made& made) {
+  return made.first == block->address && made.bytes >= record.end && record.block_begin == 0;
+}
+}  // namespace
+
 Record& Books::save(Block* block, Address first, Address last, Made made) {
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
+    record->recipe = covers(*record, block, made);
     try {
-      record->place = d_.plan.saved(block->size, Ledger::id_of(*record));
+      record->place =
+          d_.plan.saved(block->size, Ledger::id_of(*record), record->recipe ? made : Made{});
     } catch (...) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
@@ -111,7 +120,6 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
     note_occupied();
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
-    record->recipe = true;
     saved_in_use_ += block->size;
   } else {
     // A copy still under way reads what it finds, for nobody.
@@ -123,9 +131,8 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
     const Bytes end = last - block->address + record->block_begin;
     record->begin = std::min(record->begin, begin);
     record->end = std::max(record->end, end);
+    record->recipe = record->recipe && covers(*record, block, made);
   }
-  record->recipe = record->recipe && made.bytes >= record->end && made.first == block->address &&
-                   record->block_begin == 0;
   ++record->handles;
   ++d_.counters.handles;
   ++d_.counters.activations_saved;

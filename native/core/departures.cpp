@@ -51,7 +51,7 @@ Departures::Staged Departures::stage(Record& record, bool squeeze, Bytes* missin
 // False: the lane's cap holds it back. Never after backward has asked for it.
 bool Departures::write_back(Record& record) {
   Bytes missing = 0;
-  if (record.leaves_free() || !record.evictable() || record.asked) {
+  if (d_.books.victims().leaves_free(record) || !record.evictable() || record.asked) {
     return true;
   }
   if (d_.transfers.out().full()) {

@@ -79,8 +79,6 @@ struct Record {
 
   bool clean() const { return copy.state != CopyState::none; }
   bool droppable() const { return recipe && !was_dropped && !clean(); }
-  // Whether no copy out is needed for it to leave.
-  bool leaves_free() const { return clean() || droppable(); }
   bool evicted() const { return alive && state != RecordState::device; }
   bool retained() const { return block != nullptr && block->state == BlockState::retained; }
   bool evictable() const { return retained() && !waited_for && !refused; }

@@ -60,7 +60,7 @@ void Plan::begin_step(Bytes high, Bytes live) {
   now_ = &steps_.back();
 }
 
-Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
+Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made) {
   if (now_ == nullptr || over(*now_)) {
     begin_step(high_, live_);
   }
@@ -68,6 +68,8 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
   Trace::Entry entry;
   entry.block_bytes = block_bytes;
   entry.record = record;
+  entry.again = made.bytes != 0;
+  entry.kind = made.kind;
   now_->seen.entries.push_back(entry);
   now_->seen.full.push_back(0);
   ++now_->alive;
@@ -228,39 +230,12 @@ bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
   return true;
 }
 
-// Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
 void Plan::timed(std::uint32_t id, const StepTimes& times) {
   const auto found =
       std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found == traces_.end() || times.points.size() < 2 || times.out_ns == 0 || times.in_ns == 0) {
-    return;
+  if (found != traces_.end() && (*found)->measured(times)) {
+    ++version_;
   }
-  Trace& trace = **found;
-  const std::size_t moments = trace.full.size();
-  if (times.points.back().moment + 1 != moments) {
-    return;  // it went another way
-  }
-  std::vector<std::uint64_t> at(moments, 0);
-  for (std::size_t i = 1; i < times.points.size(); ++i) {
-    const StepTimes::Point& a = times.points[i - 1];
-    const StepTimes::Point& b = times.points[i];
-    const std::uint64_t ns = b.ns - std::min(a.ns, b.ns);
-    for (std::size_t m = a.moment + 1; m <= b.moment && m < moments; ++m) {
-      const std::uint64_t mine = ns / (b.moment - a.moment);
-      const std::uint64_t before =
-          trace.at_ns.size() == moments ? trace.at_ns[m] - trace.at_ns[m - 1] : mine;
-      at[m] = at[m - 1] + std::min(mine, before);
-    }
-  }
-  trace.at_ns = std::move(at);
-  trace.out_bytes_per_ns = static_cast<double>(times.out_bytes) / static_cast<double>(times.out_ns);
-  trace.in_bytes_per_ns = static_cast<double>(times.in_bytes) / static_cast<double>(times.in_ns);
-  ++trace.timed;
-  trace.choose();
-  if (trace.planned) {
-    trace.expect();
-  }
-  ++version_;
 }
 
 void Plan::requested(Bytes largest) {
@@ -308,12 +283,16 @@ void Plan::learn(Step& step) {
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     Trace::Entry& entry = trace->entries[i];
     entry.away = false;
-    if (planned) {
-      const Trace::Entry& before = (*same)->entries[i];
-      entry.leaves = entry.evicted == before.evicted ? entry.evicted : before.leaves;
+    if (!same_kind) {
+      entry.leaves = entry.evicted;
       continue;
     }
-    trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;
+    const Trace::Entry& before = (*same)->entries[i];
+    entry.again_ns = before.again_ns;
+    const bool as_now = planned ? entry.evicted == before.evicted : fewer;
+    entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
+                           : (fewer ? entry.evicted : before.evicted);
+    entry.dropped = as_now ? entry.dropped : before.dropped;
   }
   if (same_kind) {
     trace->id = (*same)->id;

@@ -40,7 +40,7 @@ class Plan {
   // teaches nothing.
   void begin_step(Bytes high, Bytes live);
   // A record was opened over a block of this size.
-  Place saved(Bytes block_bytes, RecordId record = {});
+  Place saved(Bytes block_bytes, RecordId record = {}, const Made& made = {});
   // Only a record needs its block from now on; it left the GPU, it came back; backward asked for
   // it; its last handle is gone.
   void retained(Place place);
@@ -70,8 +70,10 @@ class Plan {
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
-  // Whether it is expected to be dropped then.
+  // Whether it is expected to be dropped then; of one that leaves otherwise it is expected not to
+  // be.
   bool drops(Place place) const;
+  bool copies(Place place) const { return leaves(place) && !drops(place); }
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.

@@ -26,7 +26,7 @@ void Room::poison(const Record& record) {
 }
 
 Evicted Room::evict(Record& record, Attempt& attempt) {
-  if (record.droppable()) {
+  if (d_.books.victims().drops(record)) {
     drop(record);
     return Evicted::yes;
   }
@@ -51,7 +51,7 @@ Evicted Room::evict(Record& record, Attempt& attempt) {
 Evicted Room::evict_together(std::span<Record* const> records, Attempt& attempt) {
   Bytes missing = 0;
   for (Record* record : records) {
-    if (records.size() > 1 && !record->leaves_free()) {
+    if (records.size() > 1 && !d_.books.victims().leaves_free(*record)) {
       d_.departures.stage(*record, false, &missing);
     }
   }
@@ -86,7 +86,7 @@ void Room::evict_to_low(Bytes incoming) {
     if (record == nullptr) {
       return;
     }
-    if (!record->leaves_free()) {
+    if (!d_.books.victims().leaves_free(*record)) {
       d_.departures.copy_ahead(d_.counters.occupied + incoming - d_.budget.low);
     }
     const Evicted result = evict(*record, attempt);

@@ -177,6 +177,13 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
   return found;
 }
 
+void Runtime::making(RecordId, driver::Stream stream) {
+  Entry entry(d_.gate);
+  if (!d_.clocks.of(stream).captured()) {
+    d_.clocks.steps.making(stream);
+  }
+}
+
 bool Runtime::refill(RecordId id, Address first, driver::Stream stream) {
   Entry entry(d_.gate);
   Record* record = d_.ledger.find(id);
@@ -199,6 +206,8 @@ void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
   record.stream = block->clock->stream();
   record.arrived = made;
   block->made_again = true;
+  const bool newest = record.place.step == d_.books.step();
+  d_.clocks.steps.made(stream, newest ? record.place.index : KnownRecord::kNever);
 }
 
 bool Runtime::resident(RecordId id) {

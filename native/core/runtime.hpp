@@ -61,6 +61,9 @@ class Runtime {
   // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
   // caller is to make the storage's bytes again, give them by `refill`, and ask again.
   Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
+  // What makes a dropped record again is queued on `stream` from here on, until `refill`: for what
+  // it takes.
+  void making(RecordId record, driver::Stream stream);
   // The bytes of a dropped record, made again on `stream` in the storage that begins at `first`.
   // False: that storage is not of a kind that records are of, or too small; the record stays
   // dropped. True without any use of it where another thread was quicker, or the record is gone.

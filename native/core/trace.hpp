@@ -16,8 +16,11 @@ struct Trace {
     Bytes block_bytes = 0;
     RecordId record;
     bool evicted = false;
-    bool dropped = false;
-    bool leaves = false;  // is to leave in the next step
+    bool dropped = false;        // without a copy
+    std::uint32_t kind = 0;      // Made::kind
+    bool again = false;          // can be made again
+    std::uint64_t again_ns = 0;  // as last measured; 0: never was
+    bool leaves = false;         // is to leave in the next step
     bool away = false;
     std::uint32_t retained = KnownRecord::kNever;  // moments
     std::uint32_t used_moment = KnownRecord::kNever;
@@ -54,11 +57,14 @@ struct Trace {
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 
+  // One such step was measured: chooses by all that were. False: it went another way.
+  bool measured(const StepTimes& times);
   // What leaves, by the planner; what that leaves room for.
   void choose();
   void expect();
   KnownStep known(std::vector<KnownRecord>* records) const;
   std::vector<Fate> fates() const;
+  std::uint64_t time_to_make(const Entry& entry) const;
 
   bool repeats(const Trace& other) const;
   // Whether as much was live when both began: else as much more or less has to leave, as where

@@ -42,7 +42,8 @@ struct RecordId {
 // What a recipe makes again: a tensor that begins where its storage does.
 struct Made {
   Address first = 0;
-  Bytes bytes = 0;  // 0: there is no recipe
+  Bytes bytes = 0;         // 0: there is no recipe
+  std::uint32_t kind = 0;  // of those of one kind the time is that of their bytes
 };
 
 }  // namespace stagehand::core

@@ -54,7 +54,7 @@ void VictimIndex::file(Record& record) {
   Record::Filed& filed = record.filed;
   const Block& block = *record.block;
   filed.at_all = true;
-  filed.clean = record.leaves_free();
+  filed.clean = leaves_free(record);
   filed.small = block.small;
   filed.pool = block.in_mem_pool;
   filed.leaves = planned_to_leave(record);
@@ -204,11 +204,11 @@ const char* VictimIndex::broken(const Ledger& ledger) {
     if (!r->filed.at_all) {
       continue;
     }
-    if (r->filed.clean != r->leaves_free() || r->filed.need != need(*r) ||
+    if (r->filed.clean != leaves_free(*r) || r->filed.need != need(*r) ||
         r->filed.bytes != r->block->size) {
       return "a record is in the index of victims under what it was";
     }
-    clean += r->leaves_free() && !r->asked ? r->block->size : 0;
+    clean += leaves_free(*r) && !r->asked ? r->block->size : 0;
   }
   return clean == clean_bytes_ ? nullptr : "clean bytes differ from the index of victims";
 }

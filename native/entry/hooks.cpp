@@ -414,8 +414,9 @@ core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
 // are of, as inside a MemPool of the user's, a tensor over it as the saved one was; the record
 // stays dropped.
 nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
-  const nb::object made = handle.recipe.run(*this);
   core::Runtime& runtime = *handle.runtime;
+  const nb::object made =
+      handle.recipe.run(*this, [&] { runtime.making(handle.record, consumer); });
   bool taken = false;
   if (runtime.uses_torch()) {
     const core::TorchSide& side = *Registry::get().torch_side();

@@ -34,7 +34,7 @@ Recipe::~Recipe() {
   }
 }
 
-nb::object Recipe::run(Hooks& hooks) const {
+nb::object Recipe::run(Hooks& hooks, const std::function<void()>& making) const {
   std::array<nb::object, core::FoundRecipe::kInputs> inputs;
   std::array<void*, core::FoundRecipe::kInputs> raw{};
   for (std::uint32_t i = 0; i < found_.inputs; ++i) {
@@ -42,6 +42,7 @@ nb::object Recipe::run(Hooks& hooks) const {
         hooks.unpack(*nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i]))));
     raw[i] = inputs[i].ptr();
   }
+  making();
   bool differs = false;
   nb::object made =
       nb::steal(static_cast<PyObject*>(side_->run(found_.recipe, raw.data(), &differs)));

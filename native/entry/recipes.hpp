@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <functional>
 #include <string>
 
 #include "core/recipe_side.hpp"
@@ -33,7 +34,8 @@ class Recipe {
   core::Made made() const { return found_.made; }
   // Makes it again from its inputs, which may have to be made again first. Raises what torch does,
   // and RecomputeError where something else came.
-  nb::object run(Hooks& hooks) const;
+  // `making` is called when those are there.
+  nb::object run(Hooks& hooks, const std::function<void()>& making) const;
 
   // The recipe library's table; null where it is not loaded. Set once.
   static const core::RecipeSide* side() { return side_; }

@@ -52,6 +52,7 @@ using Inputs = at::Tensor (&)[kInputs];
 
 // One op: what its node saved, and how it runs.
 struct Op {
+  std::uint32_t kind;
   const char* name;
   bool exact;
   // Whether the node has all that the op needs; notes it.
@@ -108,29 +109,29 @@ bool note_matrices(Node& node, Recipe& recipe, PyTypeObject* handle) {
 const std::unordered_map<std::type_index, Op>& ops() {
   static const std::unordered_map<std::type_index, Op> all = {
       {typeid(GeluBackward0),
-       {"gelu", true,
+       {1, "gelu", true,
         [](Node& node, Recipe& recipe, PyTypeObject* handle) {
           recipe.word = static_cast<GeluBackward0&>(node).approximate;
           return note_self<GeluBackward0>(node, recipe, handle);
         },
         [](const Recipe& recipe, Inputs in) { return at::gelu(in[0], recipe.word); }}},
       {typeid(SiluBackward0),
-       {"silu", true, &note_self<SiluBackward0>,
+       {2, "silu", true, &note_self<SiluBackward0>,
         [](const Recipe&, Inputs in) { return at::silu(in[0]); }}},
       {typeid(MishBackward0),
-       {"mish", true, &note_self<MishBackward0>,
+       {3, "mish", true, &note_self<MishBackward0>,
         [](const Recipe&, Inputs in) { return at::mish(in[0]); }}},
       {typeid(HardswishBackward0),
-       {"hardswish", true, &note_self<HardswishBackward0>,
+       {4, "hardswish", true, &note_self<HardswishBackward0>,
         [](const Recipe&, Inputs in) { return at::hardswish(in[0]); }}},
       {typeid(SinBackward0),
-       {"sin", true, &note_self<SinBackward0>,
+       {5, "sin", true, &note_self<SinBackward0>,
         [](const Recipe&, Inputs in) { return at::sin(in[0]); }}},
       {typeid(CosBackward0),
-       {"cos", true, &note_self<CosBackward0>,
+       {6, "cos", true, &note_self<CosBackward0>,
         [](const Recipe&, Inputs in) { return at::cos(in[0]); }}},
       {typeid(SoftplusBackward0),
-       {"softplus", true,
+       {7, "softplus", true,
         [](Node& node, Recipe& recipe, PyTypeObject* handle) {
           auto& of = static_cast<SoftplusBackward0&>(node);
           recipe.numbers[0] = of.beta;
@@ -141,7 +142,7 @@ const std::unordered_map<std::type_index, Op>& ops() {
           return at::softplus(in[0], recipe.numbers[0], recipe.numbers[1]);
         }}},
       {typeid(LeakyReluBackward0),
-       {"leaky_relu", true,
+       {8, "leaky_relu", true,
         [](Node& node, Recipe& recipe, PyTypeObject* handle) {
           auto& of = static_cast<LeakyReluBackward0&>(node);
           recipe.numbers[0] = of.negative_slope;
@@ -149,7 +150,7 @@ const std::unordered_map<std::type_index, Op>& ops() {
         },
         [](const Recipe& recipe, Inputs in) { return at::leaky_relu(in[0], recipe.numbers[0]); }}},
       {typeid(PowBackward0),
-       {"pow", true,
+       {9, "pow", true,
         [](Node& node, Recipe& recipe, PyTypeObject* handle) {
           auto& of = static_cast<PowBackward0&>(node);
           recipe.numbers[0] = of.exponent;
@@ -157,16 +158,16 @@ const std::unordered_map<std::type_index, Op>& ops() {
         },
         [](const Recipe& recipe, Inputs in) { return at::pow(in[0], recipe.numbers[0]); }}},
       {typeid(MulBackward0),
-       {"mul", true, &note_self_and_other<MulBackward0>,
+       {10, "mul", true, &note_self_and_other<MulBackward0>,
         [](const Recipe&, Inputs in) { return at::mul(in[0], in[1]); }}},
       {typeid(DivBackward0),
-       {"div", true, &note_self_and_other<DivBackward0>,
+       {11, "div", true, &note_self_and_other<DivBackward0>,
         [](const Recipe&, Inputs in) { return at::div(in[0], in[1]); }}},
       {typeid(MmBackward0),
-       {"mm", false, &note_matrices<MmBackward0>,
+       {12, "mm", false, &note_matrices<MmBackward0>,
         [](const Recipe&, Inputs in) { return at::mm(in[0], in[1]); }}},
       {typeid(BmmBackward0),
-       {"bmm", false, &note_matrices<BmmBackward0>,
+       {13, "bmm", false, &note_matrices<BmmBackward0>,
         [](const Recipe&, Inputs in) { return at::bmm(in[0], in[1]); }}},
   };
   return all;
@@ -196,7 +197,8 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->sizes = made.sizes();
     recipe->strides = made.strides();
     recipe->dtype = made.scalar_type();
-    found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes()};
+    found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
+                   recipe->op->kind};
     found->op = recipe->op->name;
     found->exact = recipe->op->exact;
     found->inputs = recipe->count;
