@@ -386,6 +386,12 @@ bool Plan::drops(Place place) const {
   return entry != nullptr && entry->dropped;
 }
 
+bool Plan::copies(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && !step->kin && entry->again && !entry->dropped && leaves(place);
+}
+
 bool Plan::is_new() const {
   if (now_ == nullptr || now_->diverged) {
     return now_ == nullptr;

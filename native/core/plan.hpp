@@ -70,10 +70,9 @@ class Plan {
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
-  // Whether it is expected to be dropped then; of one that leaves otherwise it is expected not to
-  // be.
+  // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could be.
   bool drops(Place place) const;
-  bool copies(Place place) const { return leaves(place) && !drops(place); }
+  bool copies(Place place) const;
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
