@@ -173,9 +173,9 @@ void Plan::returned(Place place) {
 // Saved again meanwhile it is in use once more: the last time counts.
 void Plan::retained(Place place) {
   Step* step = step_of(place.step);
-  if (step != nullptr && step->seen.entries[place.index].used == 0) {
-    step->seen.entries[place.index].retained =
-        static_cast<std::uint32_t>(step->seen.full.size() - 1);
+  Trace::Entry* entry = step != nullptr ? &step->seen.entries[place.index] : nullptr;
+  if (entry != nullptr && entry->used == 0 && !entry->dropped) {  // else it was made again
+    entry->retained = static_cast<std::uint32_t>(step->seen.full.size() - 1);
   }
 }
 
@@ -233,7 +233,7 @@ bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
 void Plan::timed(std::uint32_t id, const StepTimes& times) {
   const auto found =
       std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found != traces_.end() && (*found)->measured(times)) {
+  if (found != traces_.end() && (*found)->measured(times, rates_)) {
     ++version_;
   }
 }
@@ -304,8 +304,7 @@ void Plan::learn(Step& step) {
     trace->timed = (*same)->timed;
     if (trace->full.size() == (*same)->full.size()) {
       trace->at_ns = (*same)->at_ns;
-      trace->out_bytes_per_ns = (*same)->out_bytes_per_ns;
-      trace->in_bytes_per_ns = (*same)->in_bytes_per_ns;
+      trace->rates = (*same)->rates;
       trace->least = (*same)->least;
       if (planned && !trace->at_ns.empty() && trace->fates() != (*same)->fates()) {
         trace->expect();
@@ -396,9 +395,17 @@ bool Plan::is_new() const {
   if (now_ == nullptr || now_->diverged) {
     return now_ == nullptr;
   }
-  const Trace* trace = now_->trace.get();
+  return !alike(now_->trace.get(), high_);
+}
+
+bool Plan::guides(Place place) const {
+  const Step* step = step_of(place.step);
+  return step != nullptr && alike(step->trace.get(), step->seen.high);
+}
+
+bool Plan::alike(const Trace* trace, Bytes high) {
   const Bytes other = trace != nullptr ? trace->high : 0;
-  return std::max(other, high_) - std::min(other, high_) > high_ / Trace::kAlike;
+  return std::max(other, high) - std::min(other, high) <= high / Trace::kAlike;
 }
 
 Plan::Use Plan::next_use(Place place, std::uint64_t order) const {

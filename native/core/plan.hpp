@@ -70,11 +70,14 @@ class Plan {
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
-  // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could be.
+  // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could
+  // be.
   bool drops(Place place) const;
   bool copies(Place place) const;
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
+  // Whether an earlier step inside such a budget says what becomes of the record.
+  bool guides(Place place) const;
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.
@@ -130,6 +133,7 @@ class Plan {
   std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
   std::shared_ptr<Trace> nearest(const Trace& seen) const;
   bool over(const Step& step) const;
+  static bool alike(const Trace* trace, Bytes high);
   void follow(Step& step);
   void follow_kin(Step& step);
   void forget();
@@ -143,6 +147,7 @@ class Plan {
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;
+  LaneRates rates_;
   std::uint32_t learned_ = 0;  // the trace learned last
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
   Use uses_ = 0;

@@ -13,8 +13,14 @@ namespace {
 // A gain below both is noise.
 constexpr double kNoiseShare = 0.01;  // of a step
 constexpr double kNoiseNs = 1e6;
+// Where records can be made again, what that takes is measured, and less of that is noise. How late
+// the lanes are hangs on holes too.
+constexpr double kDropNoise = 0.25;
+constexpr double kLateShare = 0.125;
 // What leaves more than must has to save this much of the time of its copy.
 constexpr double kCopyShare = 1.0 / 16;
+// Beside what can be made again a copy costs what it takes of the memory's own bandwidth.
+constexpr double kCopyBesideDrops = 1.0 / 32;
 // What fewer bytes would save is mostly not to be had, up to a tenth: holes decide how many leave.
 constexpr double kFewerBytes = 1.5;
 constexpr Bytes kHoles = 10;
@@ -65,18 +71,21 @@ std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was)
   std::vector<Fate> best(was.begin(), was.end());
   const double ns_per_byte = 1 / step.out_bytes_per_ns;
   const Forecast before = forecast(step, was);
+  const std::vector<double> kinds = cheap_kinds(step);
+  const double share = kinds.size() > 1 ? kCopyBesideDrops : kCopyShare;
   const auto cost = [&](const Forecast& told) {
-    const Bytes was_gone = before.bytes + before.dropped;
-    const Bytes fewer =
-        std::min(was_gone - std::min(was_gone, told.bytes + told.dropped), was_gone / kHoles);
+    const Bytes fewer = std::min(before.bytes - std::min(before.bytes, told.bytes + told.dropped),
+                                 before.bytes / kHoles);
     return static_cast<double>(told.late_ns) + static_cast<double>(told.again_ns) +
-           ns_per_byte * (kCopyShare * static_cast<double>(told.bytes) +
-                          kFewerBytes * static_cast<double>(fewer));
+           ns_per_byte *
+               (share * static_cast<double>(told.bytes) + kFewerBytes * static_cast<double>(fewer));
   };
   const double step_ns = step.at_ns.empty() ? 0 : static_cast<double>(step.at_ns.back());
-  double least = cost(before) - std::max(kNoiseNs, kNoiseShare * step_ns);
+  const double noise = std::max(kNoiseNs, kNoiseShare * step_ns);
+  const double unsure = kLateShare * static_cast<double>(before.late_ns);
+  double least = cost(before) - (kinds.size() > 1 ? kDropNoise * noise + unsure : noise);
   const Grid grid(step);
-  for (const double cheap : cheap_kinds(step)) {
+  for (const double cheap : kinds) {
     for (const double idle : kIdle) {
       if (least <= 0 || (idle < 1 && step.records.size() > Grid::kManyRecords)) {
         break;  // nothing to gain, or it takes the host too long

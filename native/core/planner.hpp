@@ -39,6 +39,13 @@ struct KnownStep {
   double in_bytes_per_ns = 0;
 };
 
+// What the lanes carry, in bytes per ns: what was measured last, of whichever step. Until a copy
+// was, more than most links do: where that is wrong copies are planned, and measured.
+struct LaneRates {
+  double out = 40;
+  double in = 40;
+};
+
 // What was measured of one step.
 struct StepTimes {
   struct Point {

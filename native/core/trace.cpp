@@ -6,7 +6,6 @@ namespace stagehand::core {
 
 namespace {
 constexpr std::size_t kAround = 4;
-constexpr double kSlowLink = 20;  // bytes per ns, where nothing was copied
 // To make a record again, where none of its kind was measured.
 constexpr double kLaunchNs = 10e3;
 constexpr double kSlowNsPerByte = 1.0 / 400;
@@ -74,11 +73,11 @@ KnownStep Trace::known(std::vector<KnownRecord>* records) const {
     const std::uint64_t again_ns = entry.again ? time_to_make(entry) : 0;
     records->push_back({entry.block_bytes, entry.retained, entry.used_moment, again_ns});
   }
-  return {*records, full, at_ns, high, out_bytes_per_ns, in_bytes_per_ns};
+  return {*records, full, at_ns, high, rates.out, rates.in};
 }
 
 // Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
-bool Trace::measured(const StepTimes& times) {
+bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
   const std::size_t moments = full.size();
   if (times.points.size() < 2 || times.points.back().moment + 1 != moments) {
     return false;  // it went another way
@@ -95,12 +94,12 @@ bool Trace::measured(const StepTimes& times) {
     }
   }
   at_ns = std::move(at);
-  const auto carried = [](double before, Bytes bytes, std::uint64_t ns) {
-    const double unknown = before != 0 ? before : kSlowLink;
-    return ns != 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : unknown;
+  const auto note = [](double& rate, Bytes bytes, std::uint64_t ns) {
+    rate = ns != 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : rate;
   };
-  out_bytes_per_ns = carried(out_bytes_per_ns, times.out_bytes, times.out_ns);
-  in_bytes_per_ns = carried(in_bytes_per_ns, times.in_bytes, times.in_ns);
+  note(known_rates.out, times.out_bytes, times.out_ns);
+  note(known_rates.in, times.in_bytes, times.in_ns);
+  rates = known_rates;
   for (const StepTimes::Again& one : times.again) {
     if (one.index < entries.size()) {
       std::uint64_t& ns = entries[one.index].again_ns;

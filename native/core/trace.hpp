@@ -42,8 +42,7 @@ struct Trace {
   std::vector<Bytes> full{0};
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
-  double out_bytes_per_ns = 0;
-  double in_bytes_per_ns = 0;
+  LaneRates rates;
   int timed = 0;
   bool planned = false;        // the planner chose what leaves
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
@@ -58,7 +57,7 @@ struct Trace {
   Bytes memory() const;  // of the host, that it takes
 
   // One such step was measured: chooses by all that were. False: it went another way.
-  bool measured(const StepTimes& times);
+  bool measured(const StepTimes& times, LaneRates& known_rates);
   // What leaves, by the planner; what that leaves room for.
   void choose();
   void expect();

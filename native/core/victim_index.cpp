@@ -43,7 +43,11 @@ void VictimIndex::remove(Record& record) {
 }
 
 bool VictimIndex::planned_to_leave(const Record& record) const {
-  return record.restores == 0 && !record.asked && plan_.leaves(record.place);
+  if (record.restores != 0 || record.asked) {
+    return false;
+  }
+  // Where nobody knows, what can be made again goes first: the lanes have enough to do.
+  return plan_.leaves(record.place) || (!plan_.guides(record.place) && record.droppable());
 }
 
 Plan::Use VictimIndex::need(const Record& record) const {
