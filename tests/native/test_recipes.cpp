@@ -61,3 +61,5 @@ TEST("where the lanes carry all for nothing, nothing is made again") {
 
 }  // namespace
 }  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
