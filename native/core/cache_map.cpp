@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/giving_back.hpp"
+
 namespace stagehand::core {
 
 namespace {
@@ -35,6 +37,9 @@ Bytes CacheMap::small_growth() {
 }
 
 void CacheMap::apply(const CacheEvent& event) {
+  if (event.kind == CacheEvent::segment_gone) {
+    GivingBack::segment_goes(event.device);
+  }
   const Lock lock(mutex_);
   if (waiting_) {
     queue_.push_back(event);

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/device.hpp"
+#include "core/giving_back.hpp"
 #include "core/requests.hpp"
 
 namespace stagehand::core {
@@ -160,10 +161,14 @@ void TorchStore::settle_due(Due& due) {
   }
 }
 
-// Nothing where another thread is at it.
+// Nothing where another thread is at it, or another device cannot be waited for.
 std::optional<Bytes> TorchStore::release_cached() {
   const Bytes before = cache_.usage().reserved;
-  const bool asked = held_.side().release_cached();
+  bool asked = false;
+  {
+    const GivingBack giving(d_.gate.table(), d_.number);  // torch gives back of all devices
+    asked = giving.safe() && held_.side().release_cached();
+  }
   const Bytes released = before - std::min(before, cache_.usage().reserved);
   const Lock lock(d_.gate.mutex());
   ++d_.counters.host_waits;
