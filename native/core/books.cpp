@@ -105,14 +105,14 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
-    record->recipe = covers(*record, block, made);
+    const bool again = covers(*record, block, made);
     try {
-      record->place =
-          d_.plan.saved(block->size, Ledger::id_of(*record), record->recipe ? made : Made{});
+      record->place = d_.plan.saved(block->size, Ledger::id_of(*record), again ? made : Made{});
     } catch (...) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
     }
+    record->recipe = again && (made.exact || d_.plan.proven(record->place, made.kind));
     if (step_ != record->place.step) {
       step_ = record->place.step;
       d_.clocks.steps.step_began(d_.plan);

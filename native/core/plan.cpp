@@ -70,6 +70,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made) {
   entry.record = record;
   entry.again = made.bytes != 0;
   entry.kind = made.kind;
+  entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.entries.push_back(entry);
   now_->seen.full.push_back(0);
   ++now_->alive;
@@ -289,6 +290,7 @@ void Plan::learn(Step& step) {
     }
     const Trace::Entry& before = (*same)->entries[i];
     entry.again_ns = before.again_ns;
+    entry.proof = entry.kind == before.kind ? before.proof : entry.proof;
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
                            : (fewer ? entry.evicted : before.evicted);
@@ -389,6 +391,46 @@ bool Plan::copies(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
   return entry != nullptr && !step->kin && entry->again && !entry->dropped && leaves(place);
+}
+
+bool Plan::proven(Place place, std::uint32_t kind) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && !step->kin && entry->kind == kind &&
+         entry->proof == Trace::Proof::proven;
+}
+
+Plan::ToProve Plan::to_prove(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  const bool open = entry != nullptr && !step->kin && entry->dropped &&
+                    entry->proof == Trace::Proof::none &&
+                    step->seen.entries[place.index].kind == entry->kind;
+  return open ? ToProve{step->trace->id, place.index} : ToProve{};
+}
+
+// What differs leaves by a copy from here on, and the rest is planned anew.
+void Plan::proved(ToProve what, bool same) {
+  for (const auto& trace : traces_) {
+    if (trace->id != what.trace || what.index >= trace->entries.size()) {
+      continue;
+    }
+    Trace::Entry& entry = trace->entries[what.index];
+    entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
+    if (!same) {
+      entry.dropped = false;
+      trace->timed = std::min(trace->timed, kTimed - 1);
+    }
+    ++version_;
+  }
+}
+
+void Plan::forget_proofs() {
+  for (const auto& trace : traces_) {
+    for (Trace::Entry& entry : trace->entries) {
+      entry.proof = Trace::Proof::none;
+    }
+  }
 }
 
 bool Plan::is_new() const {

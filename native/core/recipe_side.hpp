@@ -10,13 +10,13 @@
 
 namespace stagehand::core {
 
+// `made.exact`: elementwise, each element by itself.
 struct FoundRecipe {
   static constexpr std::uint32_t kInputs = 3;  // at most
 
   void* recipe = nullptr;  // null: nobody knows how it was made
   Made made;
   const char* op = nullptr;
-  bool exact = false;  // the same bytes whenever it runs: elementwise, each element by itself
   std::uint32_t inputs = 0;
   void* input[kInputs] = {};  // what the pack hook gave for each: PyObject*, the recipe's reference
 };
@@ -35,6 +35,10 @@ struct RecipeSide {
   void* (*run)(void* recipe, void* const* inputs, bool* differs) = nullptr;
   // A new tensor (PyObject*) over a part of a tensor's storage. Null with a Python error set.
   void* (*view)(void* tensor, const TensorPlace* place) = nullptr;
+  // A new tensor (PyObject*), true where any of those bytes on a device differ: by work queued on
+  // the current stream. Null with a Python error set.
+  void* (*differ)(Address one, Address other, Bytes bytes, std::int32_t device_type,
+                  std::int32_t device) = nullptr;
   void (*forget)(void* recipe) = nullptr;
 };
 

@@ -138,8 +138,15 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   } else {
     d_.books.revive(record.block);  // another thread may have brought it back, and dropped it
   }
+  const Plan::ToProve proof = record.asked ? Plan::ToProve{} : d_.plan.to_prove(record.place);
   record.asked = true;
-  const Unpacked found = hand_out(entry, record, offset, consumer);
+  Unpacked found = hand_out(entry, record, offset, consumer);
+  if (found.status == Status::ok && proof.trace != 0 && !d_.clocks.of(consumer).captured()) {
+    found.proof = proof;
+    found.saved = found.block->address + record.begin - record.block_begin;
+    found.begin = record.begin;
+    found.bytes = record.bytes();
+  }
   d_.sealer.seal(entry);  // the alias holds the block meanwhile
   return found;
 }
@@ -177,6 +184,28 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
   return found;
 }
 
+void Runtime::note_made(const Record& record, driver::Stream stream) {
+  const bool newest = record.place.step == d_.books.step();
+  d_.clocks.steps.made(stream, newest ? record.place.index : KnownRecord::kNever);
+}
+
+void Runtime::made(RecordId id, driver::Stream stream) {
+  Entry entry(d_.gate);
+  if (const Record* record = d_.ledger.find(id); record != nullptr) {
+    note_made(*record, stream);
+  }
+}
+
+void Runtime::proved(Plan::ToProve what, bool same) {
+  Entry entry(d_.gate);
+  d_.plan.proved(what, same);
+}
+
+void Runtime::forget_proofs() {
+  Entry entry(d_.gate);
+  d_.plan.forget_proofs();
+}
+
 void Runtime::making(RecordId, driver::Stream stream) {
   Entry entry(d_.gate);
   if (!d_.clocks.of(stream).captured()) {
@@ -206,8 +235,7 @@ void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
   record.stream = block->clock->stream();
   record.arrived = made;
   block->made_again = true;
-  const bool newest = record.place.step == d_.books.step();
-  d_.clocks.steps.made(stream, newest ? record.place.index : KnownRecord::kNever);
+  note_made(record, stream);
 }
 
 bool Runtime::resident(RecordId id) {

@@ -35,7 +35,13 @@ struct Unpacked {
   Block* block = nullptr;   // give back with drop_alias
   void* storage = nullptr;  // of torch's, where its own allocator cuts the blocks
   Bytes offset = 0;         // of the tensor's first element in it
-  bool elsewhere = false;   // it was made again on another stream than the consumer's
+  // Where this is to be proven, the saved bytes of the record: what its recipe makes is to be
+  // compared with them, and `proved` told.
+  Plan::ToProve proof = {};
+  Address saved = 0;
+  Bytes begin = 0;  // of the storage
+  Bytes bytes = 0;
+  bool elsewhere = false;  // it was made again on another stream than the consumer's
 };
 
 class Runtime {
@@ -68,6 +74,12 @@ class Runtime {
   // False: that storage is not of a kind that records are of, or too small; the record stays
   // dropped. True without any use of it where another thread was quicker, or the record is gone.
   bool refill(RecordId record, Address first, driver::Stream stream);
+  // What `making` announced is queued, without a use of it.
+  void made(RecordId record, driver::Stream stream);
+  // Whether a recipe made the very bytes that were saved.
+  void proved(Plan::ToProve what, bool same);
+  // What proofs rest on has changed.
+  void forget_proofs();
   // Whether unpack will find the record on the device; where not, it may have to make room.
   bool resident(RecordId record);
   // Bytes saved of the record's storage; 0 when it is gone.
@@ -148,6 +160,7 @@ class Runtime {
           Bytes granularity, const std::array<driver::Stream, 4>& lanes);
 
   Saved tagged(Block* block, Address data, Address first, Address last, Made made);
+  void note_made(const Record& record, driver::Stream stream);
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();

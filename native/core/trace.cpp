@@ -70,7 +70,8 @@ std::uint64_t Trace::time_to_make(const Entry& entry) const {
 
 KnownStep Trace::known(std::vector<KnownRecord>* records) const {
   for (const Entry& entry : entries) {
-    const std::uint64_t again_ns = entry.again ? time_to_make(entry) : 0;
+    const bool can = entry.again && entry.proof != Proof::refused;
+    const std::uint64_t again_ns = can ? time_to_make(entry) : 0;
     records->push_back({entry.block_bytes, entry.retained, entry.used_moment, again_ns});
   }
   return {*records, full, at_ns, high, rates.out, rates.in};
@@ -103,7 +104,8 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
   for (const StepTimes::Again& one : times.again) {
     if (one.index < entries.size()) {
       std::uint64_t& ns = entries[one.index].again_ns;
-      ns = ns == 0 ? one.ns : std::min(ns, one.ns);
+      const std::uint64_t took = std::max<std::uint64_t>(one.ns, 1);  // 0 is for what was not measured
+      ns = ns == 0 ? took : std::min(ns, took);
     }
   }
   ++timed;

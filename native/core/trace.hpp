@@ -12,6 +12,8 @@ struct Trace {
   static constexpr Bytes kAlike =
       64;  // live memory, and `high`, are alike where they differ by 1/64
 
+  enum class Proof : std::uint8_t { none, proven, refused };
+
   struct Entry {
     Bytes block_bytes = 0;
     RecordId record;
@@ -19,6 +21,7 @@ struct Trace {
     bool dropped = false;        // without a copy
     std::uint32_t kind = 0;      // Made::kind
     bool again = false;          // can be made again
+    Proof proof = Proof::none;   // that the same bytes come
     std::uint64_t again_ns = 0;  // as last measured; 0: never was
     bool leaves = false;         // is to leave in the next step
     bool away = false;

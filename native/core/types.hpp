@@ -44,6 +44,7 @@ struct Made {
   Address first = 0;
   Bytes bytes = 0;         // 0: there is no recipe
   std::uint32_t kind = 0;  // of those of one kind the time is that of their bytes
+  bool exact = false;      // the same bytes whenever it runs; else that is to be proven
 };
 
 }  // namespace stagehand::core

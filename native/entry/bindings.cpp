@@ -220,6 +220,13 @@ NB_MODULE(_native, module) {
       },
       "table"_a);
   module.def(
+      "proved",
+      [](int device, std::uint32_t trace, std::uint32_t index, bool same) {
+        opened(device).proved({trace, index}, same);
+      },
+      "device"_a, "trace"_a, "index"_a, "same"_a);
+  module.def("forget_proofs", [](int device) { opened(device).forget_proofs(); }, "device"_a);
+  module.def(
       "use_recipe_side",
       [](std::uintptr_t table) {
         return Recipe::use(reinterpret_cast<const core::RecipeSide*>(table));
@@ -235,7 +242,8 @@ NB_MODULE(_native, module) {
 
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks")
-      .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a, "keep"_a = nb::none())
+      .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
+           "keep"_a = nb::none(), "proof"_a = nb::none())
       .def("begin_step", &Hooks::begin_step, "recompute"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def("pack", &Hooks::pack, "tensor"_a)

@@ -264,8 +264,11 @@ Handle::~Handle() {
   }
 }
 
-Hooks::Hooks(int device, nb::object modified, nb::object keep)
-    : device_(device), modified_(std::move(modified)), keep_(std::move(keep)) {
+Hooks::Hooks(int device, nb::object modified, nb::object keep, nb::object proof)
+    : device_(device),
+      modified_(std::move(modified)),
+      keep_(std::move(keep)),
+      proof_(std::move(proof)) {
   TorchApi::get();
 }
 
@@ -410,6 +413,22 @@ core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
   return handle.runtime->unpack(handle.record, handle.offset, consumer);
 }
 
+// The recipe's output beside what was saved, which the caller's tensor keeps where it is.
+void Hooks::prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer) {
+  core::Runtime& runtime = *handle.runtime;
+  const nb::object made =
+      handle.recipe.run(*this, [&] { runtime.making(handle.record, consumer); });
+  runtime.made(handle.record, consumer);
+  const auto first = reinterpret_cast<Address>(TorchApi::get().look(made.ptr()).data);
+  const nb::object differs = nb::steal(static_cast<PyObject*>(
+      Recipe::side()->differ(unpacked.saved, first + unpacked.begin, unpacked.bytes,
+                             handle.geometry.device.type, handle.geometry.device.id)));
+  if (!differs.is_valid()) {
+    throw nb::python_error();
+  }
+  proof_(differs, device_, unpacked.proof.trace, unpacked.proof.index, handle.recipe.op());
+}
+
 // A dropped record's storage, made again and given to it. Where its memory is not such as records
 // are of, as inside a MemPool of the user's, a tensor over it as the saved one was; the record
 // stays dropped.
@@ -472,6 +491,15 @@ nb::object Hooks::unpack(const Handle& handle) {
   if (unpacked.status != core::Status::ok) {
     raise_failed(handle, unpacked.status);
   }
+  nb::object tensor = tensor_of(handle, unpacked, consumer);
+  if (unpacked.proof.trace != 0 && handle.recipe) {
+    prove(handle, unpacked, consumer);
+  }
+  return tensor;
+}
+
+nb::object Hooks::tensor_of(const Handle& handle, const core::Unpacked& unpacked,
+                            driver::Stream consumer) {
   if (unpacked.storage != nullptr) {
     return handle.followed.shared_by(make_view(handle, unpacked, consumer));
   }

@@ -77,8 +77,9 @@ class Handle {
 class Hooks {
  public:
   // `modified(tensor_or_none, dtype, shape, is_cuda, version, expected)` raises autograd's error
-  // for an in-place change.
-  Hooks(int device, nb::object modified, nb::object keep);
+  // for an in-place change. `proof(differs, device, trace, index, op)` is told of each comparison
+  // of what a recipe made with what was saved: `differs` is a tensor.
+  Hooks(int device, nb::object modified, nb::object keep, nb::object proof);
 
   // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
   // again may be dropped.
@@ -95,12 +96,16 @@ class Hooks {
                         core::Address first, core::Address last) const;
   core::Unpacked find(const Handle& handle, driver::Stream consumer);
   nb::object make_again(const Handle& handle, driver::Stream consumer);
+  void prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer);
+  nb::object tensor_of(const Handle& handle, const core::Unpacked& unpacked,
+                       driver::Stream consumer);
   [[noreturn]] void raise_modified(const Handle& handle, long version) const;
   [[noreturn]] static void raise_failed(const Handle& handle, core::Status status);
 
   const int device_;
   const nb::object modified_;
   const nb::object keep_;  // predicate, or None
+  const nb::object proof_;
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
   bool recompute_ = false;

@@ -19,7 +19,7 @@ Recipe Recipe::of(nb::handle tensor) {
         nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
   }
-  return recipe.found_.exact && recipe.depth_ <= kDepth ? std::move(recipe) : Recipe();
+  return recipe.depth_ <= kDepth ? std::move(recipe) : Recipe();
 }
 
 Recipe& Recipe::operator=(Recipe&& other) noexcept {
@@ -50,7 +50,8 @@ nb::object Recipe::run(Hooks& hooks, const std::function<void()>& making) const 
     const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("RecomputeError");
     const std::string what =
         std::string("A saved output of ") + found_.op +
-        ", made again for backward, has other sizes, strides or another dtype than it had.";
+        ", made again for backward, has other sizes, strides or another dtype than it had, or a "
+        "parameter that it is made of has changed since.";
     const nb::object error =
         type(what.c_str(), "Pass recompute=False to the pool, and report what computes it.");
     PyErr_SetObject(type.ptr(), error.ptr());

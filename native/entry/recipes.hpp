@@ -21,7 +21,7 @@ class Hooks;
 class Recipe {
  public:
   Recipe() = default;
-  // Of a tensor that is about to be saved; none where nobody knows, or it is not exact.
+  // Of a tensor that is about to be saved; none where nobody knows.
   static Recipe of(nb::handle tensor);
   Recipe(Recipe&& other) noexcept : found_(other.found_), depth_(other.depth_) {
     other.found_ = {};
@@ -30,6 +30,8 @@ class Recipe {
   ~Recipe();
 
   explicit operator bool() const { return found_.recipe != nullptr; }
+  // Its op, for messages.
+  const char* op() const { return found_.op; }
   // What it makes, where it is now; nothing where nobody knows.
   core::Made made() const { return found_.made; }
   // Makes it again from its inputs, which may have to be made again first. Raises what torch does,

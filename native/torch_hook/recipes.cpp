@@ -8,15 +8,20 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cos.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/logical_or.h>
 #include <ATen/ops/mish.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/ne.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sin.h>
@@ -24,6 +29,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -46,6 +52,7 @@ using namespace torch::autograd;             // the nodes
 using namespace torch::autograd::generated;  // of each op
 
 constexpr std::size_t kInputs = FoundRecipe::kInputs;
+constexpr double kUsualEps = 1e-5;
 
 struct Recipe;
 using Inputs = at::Tensor (&)[kInputs];
@@ -66,7 +73,12 @@ struct Recipe {
   PyObject* inputs[kInputs] = {};
   at::Scalar numbers[2];
   std::string word;
+  at::Tensor leaf;  // what the node did not save of its inputs
+  std::uint32_t leaf_version = 0;
+  std::vector<std::int64_t> shape;
   at::DimVector sizes;
+  std::uint64_t bytes = 0;
+  bool reshaped = false;  // by a node that only gives the same bytes another shape
   at::DimVector strides;
   at::ScalarType dtype = at::ScalarType::Undefined;
 
@@ -88,6 +100,13 @@ struct Recipe {
     return true;
   }
 };
+
+// The leaf that the node's n-th gradient is for, as it is now.
+at::Tensor leaf_of(const Node& node, std::size_t n) {
+  auto* to = node.num_outputs() > n ? node.next_edge(n).function.get() : nullptr;
+  auto* leaf = dynamic_cast<AccumulateGrad*>(to);
+  return leaf != nullptr ? leaf->variable.detach() : at::Tensor();
+}
 
 template <class Node_>
 bool note_self(Node& node, Recipe& recipe, PyTypeObject* handle) {
@@ -169,6 +188,33 @@ const std::unordered_map<std::type_index, Op>& ops() {
       {typeid(BmmBackward0),
        {13, "bmm", false, &note_matrices<BmmBackward0>,
         [](const Recipe&, Inputs in) { return at::bmm(in[0], in[1]); }}},
+      {typeid(AddmmBackward0),
+       {14, "addmm", false,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<AddmmBackward0&>(node);
+          recipe.numbers[0] = of.beta;
+          recipe.numbers[1] = of.alpha;
+          recipe.leaf = leaf_of(node, 0);
+          return recipe.leaf.defined() && recipe.take(of.mat1_, handle) &&
+                 recipe.take(of.mat2_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) {
+          return at::addmm(recipe.leaf, in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
+        }}},
+      // Its node does not have eps: the default, which the proof refuses where it was another.
+      {typeid(NativeLayerNormBackward0),
+       {15, "layer_norm", false,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<NativeLayerNormBackward0&>(node);
+          for (const c10::SymInt& size : of.normalized_shape) {
+            recipe.shape.push_back(size.expect_int());
+          }
+          return recipe.take(of.input_, handle) && recipe.take(of.weight_, handle) &&
+                 recipe.take(of.bias_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) {
+          return std::get<0>(at::native_layer_norm(in[0], recipe.shape, in[1], in[2], kUsualEps));
+        }}},
   };
   return all;
 }
@@ -179,7 +225,15 @@ void find(void* object, void* handle, FoundRecipe* found) {
   try {
     const at::Tensor& given = THPVariable_Unpack(static_cast<PyObject*>(object));
     const at::Tensor made = given.is_view() ? at::Tensor(given._base()) : given;
-    const auto node = made.grad_fn();
+    const auto last = made.grad_fn();
+    if (last == nullptr) {
+      return;
+    }
+    Node* node = last.get();
+    const bool reshaped = typeid(*node) == typeid(UnsafeViewBackward0);
+    if (reshaped && node->num_outputs() == 1) {
+      node = node->next_edge(0).function.get();
+    }
     if (node == nullptr) {
       return;
     }
@@ -197,10 +251,12 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->sizes = made.sizes();
     recipe->strides = made.strides();
     recipe->dtype = made.scalar_type();
+    recipe->bytes = made.nbytes();
+    recipe->reshaped = reshaped;
+    recipe->leaf_version = recipe->leaf.defined() ? recipe->leaf._version() : 0;
     found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
-                   recipe->op->kind};
+                   recipe->op->kind, recipe->op->exact};
     found->op = recipe->op->name;
-    found->exact = recipe->op->exact;
     found->inputs = recipe->count;
     std::copy_n(recipe->inputs, recipe->count, found->input);
     found->recipe = recipe.release();
@@ -224,8 +280,11 @@ void* run(void* made_by, void* const* inputs, bool* differs) {
   // Autocast chose the inputs' types before the node saw them.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor made = recipe.op->run(recipe, in);
-  if (made.sizes() != recipe.sizes || made.strides() != recipe.strides ||
-      made.scalar_type() != recipe.dtype || made.storage_offset() != 0) {
+  const bool alike = recipe.reshaped
+                         ? made.is_contiguous() && made.nbytes() == recipe.bytes
+                         : made.sizes() == recipe.sizes && made.strides() == recipe.strides;
+  const bool changed = recipe.leaf.defined() && recipe.leaf._version() != recipe.leaf_version;
+  if (!alike || changed || made.scalar_type() != recipe.dtype || made.storage_offset() != 0) {
     *differs = true;
     return nullptr;
   }
@@ -247,6 +306,31 @@ void* view(void* object, const TensorPlace* place) {
   END_HANDLE_TH_ERRORS_RET(nullptr)
 }
 
+void* differ(stagehand::core::Address one, stagehand::core::Address other, std::uint64_t bytes,
+             std::int32_t device_type, std::int32_t device) {
+  HANDLE_TH_ERRORS
+  constexpr std::uint64_t kTogether = std::uint64_t{128} << 20;  // an eighth of it is needed beside
+  const at::NoGradGuard no_grad;
+  const auto type = device_type == 2 ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+  const auto place =
+      c10::Device(type, static_cast<c10::DeviceIndex>(type == c10::DeviceType::CUDA ? device : -1));
+  at::Tensor found;
+  for (std::uint64_t at = 0; at < bytes;) {
+    const std::uint64_t some = std::min(bytes - at, kTogether);
+    const bool words = (one + at) % 8 == 0 && (other + at) % 8 == 0 && some % 8 == 0;
+    const auto options = at::TensorOptions(words ? at::kLong : at::kByte).device(place);
+    const auto over = [&](std::uint64_t address) {
+      return at::from_blob(reinterpret_cast<void*>(address + at),
+                           {static_cast<std::int64_t>(words ? some / 8 : some)}, options);
+    };
+    const at::Tensor here = at::ne(over(one), over(other)).any();
+    found = found.defined() ? at::logical_or(found, here) : here;
+    at += some;
+  }
+  return THPVariable_Wrap(found);
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+}
+
 void forget(void* recipe) { delete static_cast<Recipe*>(recipe); }
 
 }  // namespace
@@ -259,6 +343,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_recipe_s
     made.find = &find;
     made.run = &run;
     made.view = &view;
+    made.differ = &differ;
     made.forget = &forget;
     return made;
   }();
