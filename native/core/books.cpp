@@ -94,7 +94,8 @@ void Books::give_back(Block* block) {
 
 // Records -----------------------------------------------------------------------------------------
 
-Record& Books::save(Block* block, Address first, Address last, Made made) {
+Record& Books::save(Block* block, Address first, Address last, Made made, Inside inside) {
+  const bool of_call = made_in(*block, inside);
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
@@ -112,6 +113,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
     record->recipe = true;
+    record->call = of_call ? inside.call : 0;
     saved_in_use_ += block->size;
   } else {
     // A copy still under way reads what it finds, for nobody.
@@ -124,14 +126,26 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
     record->begin = std::min(record->begin, begin);
     record->end = std::max(record->end, end);
   }
-  record->recipe = record->recipe && made.bytes >= record->end && made.first == block->address &&
-                   record->block_begin == 0;
+  const bool by_node = made.bytes >= record->end && made.first == block->address;
+  record->recipe = record->recipe && (by_node || of_call) && record->block_begin == 0;
   ++record->handles;
   ++d_.counters.handles;
   ++d_.counters.activations_saved;
   d_.counters.records = d_.ledger.size();
   d_.saving = true;
   return *record;
+}
+
+bool Books::made_in(const Block& block, Inside call) {
+  return call.call != 0 && block.serial > call.since && !block.made_again &&
+         (block.record == nullptr || block.record->call == call.call);
+}
+
+void Books::forget_recipe(Record& record) {
+  record.recipe = false;
+  if (record.evictable()) {
+    victims_.put(record);
+  }
 }
 
 // Small budgets are held to the byte: a MiB for each whole GiB.
@@ -237,6 +251,7 @@ void Books::arrive(Record& record, Block* block, bool ahead) {
   record.block = block;
   record.state.move_to(RecordState::device);
   block->record = &record;
+  block->made_again = true;
   ++record.restores;
   d_.plan.returned(record.place);
   d_.counters.evicted -= record.bytes();

@@ -45,4 +45,11 @@ struct Made {
   Bytes bytes = 0;  // 0: there is no recipe
 };
 
+// The call of a region that something is saved in, which can be made again by running the region
+// once more: where it was allocated since the call began.
+struct Inside {
+  std::uint64_t call = 0;   // its number; 0: none
+  std::uint64_t since = 0;  // Runtime::serial() when it began
+};
+
 }  // namespace stagehand::core

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "entry/hooks.hpp"
+#include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
@@ -241,6 +242,16 @@ NB_MODULE(_native, module) {
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);
+  nb::class_<Call>(module, "Call", nb::is_weak_referenceable())
+      .def(nb::init<int>(), "device"_a)
+      .def("collect", [](nb::handle_t<Call> call) { Call::collect(call); })
+      .def("begin", [](nb::handle_t<Call> call, nb::object node) { Call::begin(call, std::move(node)); }, "node"_a)
+      .def("end", &Call::end)
+      .def("capture", &Call::capture);
+  nb::class_<Capture>(module, "Capture")
+      .def("pack", &Capture::pack, "tensor"_a)
+      .def("unpack", &Capture::unpack, "packed"_a)
+      .def("done", &Capture::done);
 }
 
 }  // namespace stagehand::entry

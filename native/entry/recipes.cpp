@@ -8,7 +8,7 @@
 
 namespace stagehand::entry {
 
-Recipe Recipe::of(nb::handle tensor) {
+Recipe Recipe::of(nb::handle tensor, nb::handle call) {
   Recipe recipe;
   if (side_ == nullptr) {
     return recipe;
@@ -18,6 +18,7 @@ Recipe Recipe::of(nb::handle tensor) {
     const auto* input =
         nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
+    recipe.found_.exact &= !input->call.is_valid() || input->call.is(call);
   }
   return recipe.found_.exact && recipe.depth_ <= kDepth ? std::move(recipe) : Recipe();
 }
@@ -34,6 +35,16 @@ Recipe::~Recipe() {
   }
 }
 
+bool Recipe::ready() const {
+  for (std::uint32_t i = 0; i < found_.inputs; ++i) {
+    const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
+    if (input->runtime != nullptr && input->runtime->dropped(input->record)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 nb::object Recipe::run(Hooks& hooks) const {
   std::array<nb::object, core::FoundRecipe::kInputs> inputs;
   std::array<void*, core::FoundRecipe::kInputs> raw{};
@@ -46,19 +57,22 @@ nb::object Recipe::run(Hooks& hooks) const {
   nb::object made =
       nb::steal(static_cast<PyObject*>(side_->run(found_.recipe, raw.data(), &differs)));
   if (differs) {
-    const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("RecomputeError");
-    const std::string what =
+    raise_recompute(
         std::string("A saved output of ") + found_.op +
-        ", made again for backward, has other sizes, strides or another dtype than it had.";
-    const nb::object error =
-        type(what.c_str(), "Pass recompute=False to the pool, and report what computes it.");
-    PyErr_SetObject(type.ptr(), error.ptr());
-    throw nb::python_error();
+            ", made again for backward, has other sizes, strides or another dtype than it had.",
+        "Pass recompute=False to the pool, and report what computes it.");
   }
   if (!made.is_valid()) {
     throw nb::python_error();
   }
   return made;
+}
+
+void raise_recompute(const std::string& what, const char* todo) {
+  const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("RecomputeError");
+  const nb::object error = type(what.c_str(), todo);
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw nb::python_error();
 }
 
 std::string Recipe::use(const core::RecipeSide* table) {
