@@ -103,15 +103,17 @@ def where() -> str:
     """The line of the user's that runs, for an error; the stack is that of a re-run."""
     from torch import nn
 
+    line = ""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in _OF_TORCH) and not name.startswith("<"):
-            owner = frame.f_locals.get("self")
-            module = f"{type(owner).__name__}, " if isinstance(owner, nn.Module) else ""
-            return f" ({module}{name}:{frame.f_lineno}, in {frame.f_code.co_name})"
+        if not any(part in name for part in _OF_TORCH) and not line:
+            line = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        module = frame.f_locals.get("self")
+        if line and isinstance(module, nn.Module):
+            return f" ({line} of {type(module).__name__})"
         frame = frame.f_back
-    return ""
+    return f" ({line})" if line else ""
 
 
 def _hooks_here() -> tuple[Any, int] | None:
@@ -319,7 +321,7 @@ def _try_out() -> str:
     first, again = _Probe(told, "first"), _Probe(told, "again")
 
     def note(what: str) -> Callable[[Any], Any]:
-        return lambda x: (told.append(what), x)[1]
+        return lambda x: (told.append(what), x.detach())[1]
 
     def contexts() -> tuple[Any, Any]:
         told.append("asked" if _function_of(sys._getframe(1)) is function else "asked by another")
@@ -369,7 +371,7 @@ class _Probe:
             _save_sentinel()
 
     def _note(self, what: str) -> Callable[[Any], Any]:
-        return lambda x: (self._told.append(what), x)[1]
+        return lambda x: (self._told.append(what), x.detach())[1]
 
 
 def _warn(text: str, stacklevel: int) -> None:

@@ -25,8 +25,8 @@ namespace stagehand::core {
 struct Saved {
   Refusal refusal = Refusal::none;
   RecordId record;
-  Bytes offset = 0;             // of the tensor's first element in its storage
-  bool inside = false;          // it was made in the call that it is saved in; said of refused ones too
+  Bytes offset = 0;     // of the tensor's first element in its storage
+  bool inside = false;  // it was made in the call that it is saved in; said of refused ones too
   bool took_reference = false;  // to the storage; else the caller gives it up
   Bytes ignored = 0;            // where refused as small: to be said when that tensor is gone
 };

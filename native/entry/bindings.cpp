@@ -245,7 +245,10 @@ NB_MODULE(_native, module) {
   nb::class_<Call>(module, "Call", nb::is_weak_referenceable())
       .def(nb::init<int>(), "device"_a)
       .def("collect", [](nb::handle_t<Call> call) { Call::collect(call); })
-      .def("begin", [](nb::handle_t<Call> call, nb::object node) { Call::begin(call, std::move(node)); }, "node"_a)
+      .def(
+          "begin",
+          [](nb::handle_t<Call> call, nb::object node) { Call::begin(call, std::move(node)); },
+          "node"_a)
       .def("end", &Call::end)
       .def("capture", &Call::capture);
   nb::class_<Capture>(module, "Capture")

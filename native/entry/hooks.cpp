@@ -210,10 +210,9 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
     handle.recipe = Recipe::of(tensor, call != nullptr ? nb::find(*call) : nb::object());
   }
   const core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
-  const core::Saved saved = runtime->uses_torch()
-                                ? save_held(*runtime, tensor, handle, first, last, inside)
-                                : runtime->save(first, first, last, true, handle.recipe.made(),
-                                                inside);
+  const core::Saved saved =
+      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, inside)
+                            : runtime->save(first, first, last, true, handle.recipe.made(), inside);
   handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
@@ -302,8 +301,7 @@ core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
   return handle.runtime->unpack(handle.record, handle.offset, consumer);
 }
 
-bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor,
-                   Bytes offset) {
+bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, Bytes offset) {
   core::SeenTensor seen;
   if (const TorchApi& torch = TorchApi::get(); torch.is_tensor(tensor.ptr())) {
     seen = torch.look(tensor.ptr());
@@ -324,8 +322,7 @@ bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle ten
   }
   HeldReference reference(side, held.storage);
   bool took = false;
-  const bool taken =
-      held.address == first && runtime.refill_held(record, held, stream, &took);
+  const bool taken = held.address == first && runtime.refill_held(record, held, stream, &took);
   if (took) {
     reference.release();
   }

@@ -52,9 +52,9 @@ class Handle {
   Geometry geometry;
   Followed followed;
   Recipe recipe;
-  nb::object call;          // of the region it was saved in, if any (regions.hpp)
-  std::uint32_t index = 0;  // of the save in there
-  bool made_inside = false; // that call can make it again
+  nb::object call;                 // of the region it was saved in, if any (regions.hpp)
+  std::uint32_t index = 0;         // of the save in there
+  bool made_inside = false;        // that call can make it again
   nb::object passed;               // where passed through: the tensor itself without its graph
   long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)

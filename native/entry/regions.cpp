@@ -1,6 +1,7 @@
 #include "entry/regions.hpp"
 
 #include <cxxabi.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -205,8 +206,8 @@ nb::object Call::make(Hooks& hooks, const Handle& handle, bool exact) {
     return {};  // another thread was quicker
   }
   runtime_->note_rerun();
-  const nb::object hooks_of_run =
-      nb::cast(new Capture(hooks, *this, handle, exact, regions("Stop")), nb::rv_policy::take_ownership);
+  const nb::object hooks_of_run = nb::cast(
+      new Capture(hooks, *this, handle, exact, regions("Stop")), nb::rv_policy::take_ownership);
   auto& capture = *nb::inst_ptr<Capture>(hooks_of_run);
   capture_ = hooks_of_run;
   const auto over = [&] {

@@ -77,8 +77,8 @@ class Call {
   nb::object outer_;  // the call that it ran inside of
   nb::object capture_;
   bool open_ = false;
-  bool keeps_ = false;       // it ran backward inside
-  std::mutex running_;       // held by a re-run; waited for without the GIL
+  bool keeps_ = false;          // it ran backward inside
+  std::mutex running_;          // held by a re-run; waited for without the GIL
   std::thread::id running_by_;  // guarded by the GIL
 };
 
