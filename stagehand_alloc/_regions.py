@@ -92,7 +92,8 @@ def run_again(node: Any) -> None:
     from torch import _C
 
     before = _C._get_graph_exec_group()
-    _C._set_graph_exec_group(object())  # torch refuses a second run in one backward otherwise
+    # torch refuses a second run in one backward otherwise.
+    _C._set_graph_exec_group(object())  # type: ignore[arg-type]
     try:
         _ = node.saved_tensors
     finally:
@@ -236,7 +237,7 @@ def _save_sentinel() -> Any:
         return function.apply(empty).grad_fn
 
 
-# Buffers -------------------------------------------------------------------------------------------
+# --- Buffers
 
 
 def _spare_buffers(function: Any, stack: contextlib.ExitStack) -> None:
@@ -290,7 +291,7 @@ def _function_of(frame: FrameType | None) -> Any:
     return None
 
 
-# Whether torch's checkpoint is the one that is known here -------------------------------------------
+# --- Whether torch's checkpoint is the one that is known here
 
 
 def _works() -> bool:
@@ -314,14 +315,10 @@ def _works() -> bool:
 def _try_out() -> str:
     """Take over one tiny region, without a pool, and run it twice in a row."""
     import torch
-    from torch.autograd.graph import saved_tensors_hooks
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     told: list[str] = []
     first, again = _Probe(told, "first"), _Probe(told, "again")
-
-    def note(what: str) -> Callable[[Any], Any]:
-        return lambda x: (told.append(what), x.detach())[1]
 
     def contexts() -> tuple[Any, Any]:
         told.append("asked" if _function_of(sys._getframe(1)) is function else "asked by another")
@@ -332,7 +329,7 @@ def _try_out() -> str:
 
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         x = torch.ones(1, requires_grad=True) * 1
-        with saved_tensors_hooks(note("outer"), note("outer again")):
+        with _telling(told, "outer"):
             y = torch_checkpoint(
                 function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
             )
@@ -356,12 +353,10 @@ class _Probe:
         self._hooks: Any = None
 
     def __enter__(self) -> None:
-        from torch.autograd.graph import saved_tensors_hooks
-
         self._told.append(self._what)
         if self._what == "first":
             self.node = _save_sentinel()
-        self._hooks = saved_tensors_hooks(self._note("inner"), self._note("inner again"))
+        self._hooks = _telling(self._told, "inner")
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -370,8 +365,19 @@ class _Probe:
             self._told.append("end")
             _save_sentinel()
 
-    def _note(self, what: str) -> Callable[[Any], Any]:
-        return lambda x: (self._told.append(what), x.detach())[1]
+
+def _telling(told: list[str], what: str) -> Any:
+    from torch.autograd.graph import saved_tensors_hooks
+
+    def pack(x: Tensor) -> Tensor:
+        told.append(what)
+        return x.detach()  # not itself: what it saved would hold the node that saved it
+
+    def unpack(x: Tensor) -> Tensor:
+        told.append(f"{what} again")
+        return x
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def _warn(text: str, stacklevel: int) -> None:

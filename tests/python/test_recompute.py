@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from models import RECIPES, Recipe
-from torch import Tensor, nn
 from training import (
-    Around,
-    digest,
     evicting_everything,
     footprint,
-    gradients,
     leaves_nothing,
     train,
 )
