@@ -225,13 +225,33 @@ def test_in_place_changes_inside() -> None:
     same_as_plain_torch(program, reruns=1)
 
 
+def test_a_storage_saved_before_and_after_a_change() -> None:
+    def changing(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = (x * 0.5).tanh()
+        y = x * 1.5
+        unused = y.square()  # saves what is not asked for any more
+        return first, unused, y.mul_(2.0).cos()
+
+    def program(around: Around, region: Apply) -> Any:
+        x = batch().requires_grad_()
+        with around:
+            first, unused, last = region(changing, x)
+            first, last = first.sum(), last.sum()
+        backward(first)
+        backward(last)
+        del unused
+        return [digest(last), gradient(x)]
+
+    same_as_plain_torch(program)
+
+
 def test_an_output_changed_in_place_afterwards() -> None:
     """Autograd allows that of torch's checkpoint, which saves nothing of the region's."""
 
     def program(around: Around, region: Apply) -> Any:
         x = batch().requires_grad_()
         with around:
-            y = region(lambda x: (x.sin() * 2).sigmoid(), x)
+            y = region(lambda x: x.sin().exp().sigmoid(), x)  # run for twice in one backward
             y.add_(1.0)
             loss = y.square().sum()
         backward(loss)
@@ -294,7 +314,7 @@ def test_what_two_regions_save_never_makes_one_run_for_the_other(nodes: bool) ->
 
     def first(x: Tensor) -> Tensor:
         runs.append("first")
-        return x.sin() * x.cos()  # whose node could make it of what the region saves
+        return x.exp() * x.tanh()  # whose node could make it of what the region saves
 
     def second(weight: Tensor, y: Tensor) -> Tensor:
         runs.append("second")
