@@ -10,7 +10,7 @@ import ctypes
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagehand_alloc import _build, _driver, _recipe, _tensors
 from stagehand_alloc._errors import CompilerError
@@ -53,6 +53,13 @@ def outlook() -> str:
     return f"not built yet; built on first use, about {LIBRARY.seconds} s"
 
 
+class _Proof(NamedTuple):
+    differs: Any  # a tensor of one bool, on `stream`
+    stream: Any
+    what: tuple[int, int, int]  # the engine's words for it
+    op: str
+
+
 class Proofs:
     """Comparisons of what was made again with what was saved, read once the GPU is past them.
 
@@ -61,45 +68,50 @@ class Proofs:
     """
 
     def __init__(self) -> None:
-        self._new: list[tuple[Any, int, int, int, str]] = []
-        self._read: tuple[Any, Any, list[tuple[Any, int, int, int, str]]] | None = None
+        self._new: list[_Proof] = []
+        self._read: tuple[Any, Any, list[_Proof]] | None = None
         self._told: set[str] = set()
-        self._settings: tuple[Any, ...] | None = None
 
-    def add(self, differs: Any, device: int, trace: int, index: int, op: str) -> None:
-        """One comparison was queued: ``differs`` is a tensor of one bool."""
-        self._new.append((differs, device, trace, index, op))
+    def add(self, differs: Any, device: int, what: tuple[int, int, int], op: str) -> None:
+        """One comparison was queued on the current stream: ``differs`` is a tensor of one bool."""
+        import torch
+
+        cuda: Any = torch.cuda
+        stream = cuda.current_stream(device) if differs.is_cuda else None
+        self._new.append(_Proof(differs, stream, what, op))
 
     def collect(self, device: int) -> None:
         """Tell the engine of those that the GPU is past, and start reading the others."""
         import torch
 
-        settings = _settings()
-        if self._settings not in (None, settings):
-            self._new, self._read = [], None
-            _driver.native().forget_proofs(device)
-        self._settings = settings
         if self._read is not None:
             event, host, asked = self._read
             if event is not None and not event.query():
                 return
             self._read = None
-            for differs, (_, on, trace, index, op) in zip(host.tolist(), asked, strict=True):
-                _driver.native().proved(on, trace, index, not differs)
+            for differs, proof in zip(host.tolist(), asked, strict=True):
+                _driver.native().proved(device, proof.what, not differs)
                 if differs:
-                    self._tell(op)
-        if self._new:
-            asked, self._new = self._new, []
-            flags = torch.stack([one[0] for one in asked])
-            if flags.is_cuda:
-                host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-                host.copy_(flags, non_blocking=True)
-                cuda: Any = torch.cuda
-                event = cuda.Event()
-                event.record()
-            else:
-                host, event = flags, None
-            self._read = (event, host, asked)
+                    self._tell(proof.op)
+        if not self._new:
+            return
+        asked, self._new = self._new, []
+        if not asked[0].differs.is_cuda:
+            self._read = (None, torch.stack([proof.differs for proof in asked]), asked)
+            return
+        cuda: Any = torch.cuda
+        with cuda.device(device):
+            here = cuda.current_stream()
+            for stream in {proof.stream for proof in asked} - {here}:
+                here.wait_stream(stream)
+            for proof in asked:
+                proof.differs.record_stream(here)
+            flags = torch.stack([proof.differs for proof in asked])
+            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            host.copy_(flags, non_blocking=True)
+            event = cuda.Event()
+            event.record()
+        self._read = (event, host, asked)
 
     def _tell(self, op: str) -> None:
         if op not in self._told:
@@ -109,22 +121,6 @@ class Proofs:
                 "made again. Such tensors are moved to the host instead; results are right.",
                 stacklevel=2,
             )
-
-
-def _settings() -> tuple[Any, ...]:
-    """What may change which kernel runs, beside sizes and dtypes."""
-    import torch
-
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    return (
-        cudnn.benchmark,
-        cudnn.deterministic,
-        cudnn.allow_tf32,
-        matmul.allow_tf32,
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
-        torch.are_deterministic_algorithms_enabled(),
-    )
 
 
 def _load() -> str:

@@ -102,6 +102,7 @@ class PoolStats:
     restores: int = 0
     drops: int = 0
     recomputes: int = 0
+    reruns: int = 0  # of regions, to make again what they had saved
     prefetches: int = 0
     prefetch_hits: int = 0
     prefetch_lates: int = 0

@@ -101,7 +101,15 @@ bool covers(const Record& record, const Block* block, const Made& made) {
 }
 }  // namespace
 
-Record& Books::save(Block* block, Address first, Address last, Made made) {
+// By its node, where that is sure to make the same bytes, or by its call.
+bool Books::can_recompute(const Record& record, const Block* block, const Made& made,
+                          bool of_call) const {
+  const bool by_node = covers(record, block, made) && (made.exact || d_.plan.proven(record.place));
+  return by_node || (of_call && record.block_begin == 0);
+}
+
+Record& Books::save(Block* block, Address first, Address last, Made made, Inside inside) {
+  const bool of_call = made_in(*block, inside);
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
@@ -112,7 +120,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
     }
-    record->recipe = again && (made.exact || d_.plan.proven(record->place, made.kind));
+    record->recipe = can_recompute(*record, block, made, of_call);
     if (step_ != record->place.step) {
       step_ = record->place.step;
       d_.clocks.steps.step_began(d_.plan);
@@ -120,6 +128,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
     note_occupied();
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
+    record->call = of_call ? inside.call : 0;
     saved_in_use_ += block->size;
   } else {
     // A copy still under way reads what it finds, for nobody.
@@ -131,7 +140,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
     const Bytes end = last - block->address + record->block_begin;
     record->begin = std::min(record->begin, begin);
     record->end = std::max(record->end, end);
-    record->recipe = record->recipe && covers(*record, block, made);
+    record->recipe = record->recipe && can_recompute(*record, block, made, of_call);
   }
   ++record->handles;
   ++d_.counters.handles;
@@ -139,6 +148,18 @@ Record& Books::save(Block* block, Address first, Address last, Made made) {
   d_.counters.records = d_.ledger.size();
   d_.saving = true;
   return *record;
+}
+
+bool Books::made_in(const Block& block, Inside call) {
+  return call.call != 0 && block.serial > call.since && !block.made_again &&
+         (block.record == nullptr || block.record->call == call.call);
+}
+
+void Books::forget_recipe(Record& record) {
+  record.recipe = false;
+  if (record.evictable()) {
+    victims_.put(record);
+  }
 }
 
 // Small budgets are held to the byte: a MiB for each whole GiB.
@@ -244,6 +265,7 @@ void Books::arrive(Record& record, Block* block, bool ahead) {
   record.block = block;
   record.state.move_to(RecordState::device);
   block->record = &record;
+  block->made_again = true;
   ++record.restores;
   d_.plan.returned(record.place);
   d_.counters.evicted -= record.bytes();

@@ -46,8 +46,13 @@ class Books {
   // widened. Saved again, a storage may have changed since it was copied out, which is legal where
   // nobody asks for the old version any more: its copy is given up.
   // `made`: the tensor that can be made again, as the storage is now. The record can be as long as
-  // that was said with each of its handles, and covers them.
-  Record& save(Block* block, Address first, Address last, Made made = {});
+  // that was said with each of its handles, and covers them; or each was saved in the call that
+  // made it. What two calls save is not dropped: one may ask for it when the other cannot run.
+  Record& save(Block* block, Address first, Address last, Made made = {}, Inside inside = {});
+  // Whether the block was allocated in the call, and its record, if it has one, first saved there.
+  static bool made_in(const Block& block, Inside call);
+  // Nobody can make its bytes again after all.
+  void forget_recipe(Record& record);
   void drop_handle(Record& record);
   // Evicted: its bytes are in its host copy, which is queued at least.
   void leave(Record& record);
@@ -94,6 +99,8 @@ class Books {
 
  private:
   void close(Record& record);
+  bool can_recompute(const Record& record, const Block* block, const Made& made,
+                     bool of_call) const;
   Block* part(Record& record, RecordState state);
   void vacate(Block* block);
   void disarm_if_idle();

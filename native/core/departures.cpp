@@ -26,7 +26,9 @@ void Departures::retained(Record& record) {
     to_leave_.clear();
     held_back_ = 0;
   }
-  if (d_.plan.leaves(record.place) && d_.plan.drops(record.place) && record.droppable()) {
+  // Not on a guess: what is dropped for nothing costs more than a copy for nothing.
+  if (d_.plan.leaves(record.place) && d_.plan.drops(record.place) && !d_.plan.guesses() &&
+      record.droppable()) {
     d_.room.drop(record);
     return;
   }

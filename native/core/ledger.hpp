@@ -43,6 +43,7 @@ struct Record {
   bool refused = false;      // the driver refused its copy in this attempt to make room
   bool recipe = false;       // whoever saved it can make its bytes again
   bool was_dropped = false;  // made again once, it stays or leaves by copy
+  std::uint64_t call = 0;    // of the region that it was first saved in, which made it
   Block* block = nullptr;    // only while on the device
   // The bytes of the storage that were saved, from its first byte; what travels.
   Bytes begin = 0;

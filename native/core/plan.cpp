@@ -70,6 +70,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made) {
   entry.record = record;
   entry.again = made.bytes != 0;
   entry.kind = made.kind;
+  entry.rests_on = made.rests_on;
   entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.entries.push_back(entry);
   now_->seen.full.push_back(0);
@@ -290,11 +291,12 @@ void Plan::learn(Step& step) {
     }
     const Trace::Entry& before = (*same)->entries[i];
     entry.again_ns = before.again_ns;
-    entry.proof = entry.kind == before.kind ? before.proof : entry.proof;
+    entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
                            : (fewer ? entry.evicted : before.evicted);
-    entry.dropped = as_now ? entry.dropped : before.dropped;
+    // What is to be proven anew is to be dropped still.
+    entry.dropped = as_now && entry.same_recipe(before) ? entry.dropped : before.dropped;
   }
   if (same_kind) {
     trace->id = (*same)->id;
@@ -359,160 +361,6 @@ void Plan::forget() {
     bytes -= std::min(bytes, traces_.back()->memory());
     traces_.pop_back();
   }
-}
-
-// What the step's trace says of the record; null without one.
-const Trace::Entry* Plan::expected(Place place, const Step** step) const {
-  *step = step_of(place.step);
-  if (*step == nullptr || (*step)->trace == nullptr) {
-    return nullptr;
-  }
-  const std::uint32_t at = (*step)->kin ? (*step)->kin.place_of(place.index) : place.index;
-  return at < (*step)->trace->entries.size() ? &(*step)->trace->entries[at] : nullptr;
-}
-
-bool Plan::leaves(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr) {
-    return false;
-  }
-  return step->kin ? step->kin.leaves(place.index)
-                   : entry->leaves && step->trace->predicts(step->seen.high);
-}
-
-bool Plan::drops(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && entry->dropped;
-}
-
-bool Plan::copies(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && !step->kin && entry->again && !entry->dropped && leaves(place);
-}
-
-bool Plan::proven(Place place, std::uint32_t kind) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && !step->kin && entry->kind == kind &&
-         entry->proof == Trace::Proof::proven;
-}
-
-Plan::ToProve Plan::to_prove(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  const bool open = entry != nullptr && !step->kin && entry->dropped &&
-                    entry->proof == Trace::Proof::none &&
-                    step->seen.entries[place.index].kind == entry->kind;
-  return open ? ToProve{step->trace->id, place.index} : ToProve{};
-}
-
-// What differs leaves by a copy from here on, and the rest is planned anew.
-void Plan::proved(ToProve what, bool same) {
-  for (const auto& trace : traces_) {
-    if (trace->id != what.trace || what.index >= trace->entries.size()) {
-      continue;
-    }
-    Trace::Entry& entry = trace->entries[what.index];
-    entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
-    if (!same) {
-      entry.dropped = false;
-      trace->timed = std::min(trace->timed, kTimed - 1);
-    }
-    ++version_;
-  }
-}
-
-void Plan::forget_proofs() {
-  for (const auto& trace : traces_) {
-    for (Trace::Entry& entry : trace->entries) {
-      entry.proof = Trace::Proof::none;
-    }
-  }
-}
-
-bool Plan::is_new() const {
-  if (now_ == nullptr || now_->diverged) {
-    return now_ == nullptr;
-  }
-  return !alike(now_->trace.get(), high_);
-}
-
-bool Plan::guides(Place place) const {
-  const Step* step = step_of(place.step);
-  return step != nullptr && alike(step->trace.get(), step->seen.high);
-}
-
-bool Plan::alike(const Trace* trace, Bytes high) {
-  const Bytes other = trace != nullptr ? trace->high : 0;
-  return std::max(other, high) - std::min(other, high) <= high / Trace::kAlike;
-}
-
-Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr) {
-    return 2 * kUnplanned - order;
-  }
-  return entry->used != 0 ? step->began + entry->used_at : 2 * kUnplanned;
-}
-
-bool Plan::knows(Place place) const {
-  const Step* step = nullptr;
-  return expected(place, &step) != nullptr;
-}
-
-bool Plan::next_after(Place place, Place* next, RecordId* record) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr) {
-    return false;
-  }
-  std::uint32_t index = Kin::kNone;
-  if (step->kin) {
-    index = step->kin.next_after(place.index);
-  } else if (entry->used != 0 && entry->used < step->trace->by_use.size()) {
-    index = step->trace->by_use[entry->used];
-  }
-  if (index >= step->seen.entries.size()) {
-    return false;
-  }
-  *next = {place.step, index};
-  *record = step->seen.entries[index].record;
-  return true;
-}
-
-Bytes Plan::live_after(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr || entry->used == 0) {
-    return 0;
-  }
-  return step->kin ? step->kin.live(entry->used, step->seen.live_before)
-                   : step->trace->live[entry->used];
-}
-
-Bytes Plan::least_after(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && !step->kin && entry->used != 0 &&
-                 entry->used < step->trace->least.size()
-             ? step->trace->least[entry->used]
-             : 0;
-}
-
-Bytes Plan::unavoidable() const {
-  if (!follows()) {
-    return 0;
-  }
-  const Trace& trace = *now_->trace;
-  Bytes least = trace.repeated != 0 ? trace.unavoidable : 0;
-  if (now_->kin) {
-    least = now_->kin.unavoidable(now_->seen.live_before);
-  }
-  return least > high_ ? least : 0;
 }
 
 PlanState Plan::state() const {

@@ -75,16 +75,15 @@ class Plan {
   bool drops(Place place) const;
   bool copies(Place place) const;
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
-  bool proven(Place place, std::uint32_t kind) const;
+  bool proven(Place place) const;
   // Where it is to be seen in this one, for `proved`: what is to be dropped once it was.
   struct ToProve {
     std::uint32_t trace = 0;  // 0: it is not
     std::uint32_t index = 0;
+    std::uint32_t rests_on = 0;
   };
   ToProve to_prove(Place place) const;
   void proved(ToProve what, bool same);
-  // All that was proven is to be proven again.
-  void forget_proofs();
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether an earlier step inside such a budget says what becomes of the record.

@@ -26,6 +26,7 @@ Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph
     return status;
   }
   block->owned_by_torch = true;
+  block->made_again = false;
   block->fence.clear();  // the stream is behind all of it
   d_.counters.requested_bytes += bytes;
   d_.books.note_occupied();
@@ -68,7 +69,8 @@ bool Runtime::base_of(Address address, Address* base, Bytes* bytes) {
 
 // Walk 2 ------------------------------------------------------------------------------------------
 
-Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, Made made) {
+Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, Made made,
+                    Inside inside) {
   Entry entry(d_.gate);
   Block* block = heap_.find(first);
   if (block == nullptr || block->state != BlockState::live || last > block->end()) {
@@ -78,17 +80,17 @@ Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, 
     return {Refusal::graph_capture, {}};
   }
   if (block->keep) {
-    return {Refusal::kept, {}};
+    return {Refusal::kept, {}, 0, Books::made_in(*block, inside)};
   }
   // Parameters, buffers and inputs were there before the pool was entered (rule A2).
   if (block->record == nullptr && block->serial <= pool_serial_) {
     return {Refusal::older_than_pool, {}};
   }
   if (may_ignore && block->record == nullptr && d_.books.ignore(block->size)) {
-    return {Refusal::small, {}, 0, false, block->size};
+    return {Refusal::small, {}, 0, Books::made_in(*block, inside), false, block->size};
   }
   try {
-    return tagged(block, data, first, last, made);
+    return tagged(block, data, first, last, made, inside);
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
   }
@@ -100,14 +102,17 @@ void Runtime::ignored_ended(Bytes bytes) {
 }
 
 // A record for the block, or one more handle for the one it has.
-Saved Runtime::tagged(Block* block, Address data, Address first, Address last, Made made) {
-  const Record& record = d_.books.save(block, first, last, made);
+Saved Runtime::tagged(Block* block, Address data, Address first, Address last, Made made,
+                      Inside inside) {
+  const bool of_call = Books::made_in(*block, inside);
+  const Record& record = d_.books.save(block, first, last, made, inside);
   if (d_.counters.occupied > d_.budget.low) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.
     block->clock->note_work(block->size);
   }
-  return {Refusal::none, Ledger::id_of(record), data - block->address + record.block_begin};
+  return {Refusal::none, Ledger::id_of(record), data - block->address + record.block_begin,
+          of_call};
 }
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
@@ -201,11 +206,6 @@ void Runtime::proved(Plan::ToProve what, bool same) {
   d_.plan.proved(what, same);
 }
 
-void Runtime::forget_proofs() {
-  Entry entry(d_.gate);
-  d_.plan.forget_proofs();
-}
-
 void Runtime::making(RecordId, driver::Stream stream) {
   Entry entry(d_.gate);
   if (!d_.clocks.of(stream).captured()) {
@@ -236,6 +236,32 @@ void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
   record.arrived = made;
   block->made_again = true;
   note_made(record, stream);
+}
+
+std::uint64_t Runtime::serial() {
+  Entry entry(d_.gate);
+  return torch_ != nullptr ? torch_->serial() : d_.books.serial();
+}
+
+bool Runtime::dropped(RecordId id) {
+  Entry entry(d_.gate);
+  const Record* record = d_.ledger.find(id);
+  return record != nullptr && record->state == RecordState::dropped;
+}
+
+void Runtime::forget_recipes(std::span<const RecordId> records) {
+  Entry entry(d_.gate);
+  for (const RecordId id : records) {
+    if (Record* record = d_.ledger.find(id);
+        record != nullptr && record->state != RecordState::dropped) {
+      d_.books.forget_recipe(*record);
+    }
+  }
+}
+
+void Runtime::note_rerun() {
+  Entry entry(d_.gate);
+  ++d_.counters.reruns;
 }
 
 bool Runtime::resident(RecordId id) {
@@ -291,7 +317,7 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
 
 // Where the host has no memory for our books, the tensor stays with torch.
 Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
-                         Address first, Address last, bool may_ignore, Made made) {
+                         Address first, Address last, bool may_ignore, Made made, Inside inside) {
   Entry entry(d_.gate);
   if (first < held.address || last > held.address + held.bytes) {
     return {Refusal::foreign_storage, {}};
@@ -301,12 +327,14 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   Block* block = nullptr;
   Saved saved;
   try {
-    block = torch_->hold(held, stream, may_ignore, &fresh, &refusal);
+    std::uint64_t serial = 0;
+    block = torch_->hold(held, stream, may_ignore, &fresh, &refusal, &serial);
     if (block == nullptr) {
-      return {refusal, {}, 0, false, refusal == Refusal::small ? held.bytes : 0};
+      const bool of_call = inside.call != 0 && serial > inside.since;
+      return {refusal, {}, 0, of_call, false, refusal == Refusal::small ? held.bytes : 0};
     }
     block->owned_by_torch = true;
-    saved = tagged(block, data, first, last, made);
+    saved = tagged(block, data, first, last, made, inside);
   } catch (const std::bad_alloc&) {
     if (block != nullptr && fresh && block->record == nullptr) {
       torch_->forget(block);
@@ -340,7 +368,8 @@ bool Runtime::refill_held(RecordId id, const HeldStorage& held, driver::Stream s
   bool fresh = false;
   Block* block = nullptr;
   try {
-    block = torch_->hold(held, stream, false, &fresh, &refusal);
+    std::uint64_t serial = 0;
+    block = torch_->hold(held, stream, false, &fresh, &refusal, &serial);
     if (block == nullptr || block->record != nullptr) {
       return false;
     }

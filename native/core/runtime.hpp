@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,8 @@ namespace stagehand::core {
 struct Saved {
   Refusal refusal = Refusal::none;
   RecordId record;
-  Bytes offset = 0;             // of the tensor's first element in its storage
+  Bytes offset = 0;     // of the tensor's first element in its storage
+  bool inside = false;  // it was made in the call that it is saved in; said of refused ones too
   bool took_reference = false;  // to the storage; else the caller gives it up
   Bytes ignored = 0;            // where refused as small: to be said when that tensor is gone
 };
@@ -60,8 +62,11 @@ class Runtime {
 
   // A tensor over the bytes [first, last) was saved; `data` is its first element. `may_ignore`: it
   // may be refused as small, for what its eviction would cost. `made`: what the caller can make
-  // again of the storage, as it is now.
-  Saved save(Address data, Address first, Address last, bool may_ignore = false, Made made = {});
+  // again of the storage, as it is now. `inside`: the call of a region that runs.
+  Saved save(Address data, Address first, Address last, bool may_ignore = false, Made made = {},
+             Inside inside = {});
+  // What is allocated from now on has greater numbers.
+  std::uint64_t serial();
   // What was ignored is gone.
   void ignored_ended(Bytes bytes);
   // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
@@ -78,8 +83,11 @@ class Runtime {
   void made(RecordId record, driver::Stream stream);
   // Whether a recipe made the very bytes that were saved.
   void proved(Plan::ToProve what, bool same);
-  // What proofs rest on has changed.
-  void forget_proofs();
+  bool dropped(RecordId record);
+  // The region is not to run again: of these, what is not dropped yet leaves by copy.
+  void forget_recipes(std::span<const RecordId> records);
+  // A region runs again.
+  void note_rerun();
   // Whether unpack will find the record on the device; where not, it may have to make room.
   bool resident(RecordId record);
   // Bytes saved of the record's storage; 0 when it is gone.
@@ -101,7 +109,7 @@ class Runtime {
   // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
   // element. With the GIL.
   Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
-                  Address last, bool may_ignore = false, Made made = {});
+                  Address last, bool may_ignore = false, Made made = {}, Inside inside = {});
   // `refill` with a storage of torch's. `took_reference` as in Saved.
   bool refill_held(RecordId record, const HeldStorage& held, driver::Stream stream,
                    bool* took_reference);
@@ -159,8 +167,8 @@ class Runtime {
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
           Bytes granularity, const std::array<driver::Stream, 4>& lanes);
 
-  Saved tagged(Block* block, Address data, Address first, Address last, Made made);
   void note_made(const Record& record, driver::Stream stream);
+  Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();

@@ -34,6 +34,7 @@ struct SeenTensor {
   const std::int64_t* strides = nullptr;
   void* data = nullptr;  // its first element
   std::uint32_t version = 0;
+  const char* op = nullptr;  // the type of the node that made it, the same text for the same type
 };
 
 // A tensor's version counter, without the tensor: it follows every in-place change, and keeps
@@ -43,7 +44,7 @@ struct FollowedVersion {
 };
 
 struct TensorSide {
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 2;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
 

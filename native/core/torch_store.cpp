@@ -27,12 +27,13 @@ TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
 // Saving ------------------------------------------------------------------------------------------
 
 Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may_ignore,
-                        bool* fresh, Refusal* why) {
+                        bool* fresh, Refusal* why, std::uint64_t* serial) {
   refresh();
   if (watched_.capacity() == watched_.size()) {
     watched_.reserve(2 * watched_.size() + 16);  // so that watching what is saved needs no memory
   }
   const CacheMap::Known known = cache_.known_of(held.address);
+  *serial = known.serial;
   *why = Refusal::foreign_storage;
   if (known.kept) {
     *why = Refusal::kept;
@@ -61,7 +62,7 @@ Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may
     return nullptr;
   }
   // Parameters, buffers and inputs were there before the pool was entered (rule A2).
-  if (held_.side().triggers != 0 && !known.young) {
+  if (held_.side().triggers != 0 && known.serial == 0) {
     *why = Refusal::older_than_pool;
     return nullptr;
   }
@@ -69,7 +70,9 @@ Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may
     *why = Refusal::small;
     return nullptr;
   }
-  return adopt(held, owner);
+  block = adopt(held, owner);
+  block->serial = known.serial;
+  return block;
 }
 
 void TorchStore::forget(Block* block) {
@@ -97,7 +100,6 @@ Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) 
   with_stream.stream = owner.stream;
   Block* block = held_.adopt(with_stream);
   block->in_mem_pool = owner.pool != CacheMap::Owner{}.pool;
-  block->serial = d_.books.serial();
   return block;
 }
 

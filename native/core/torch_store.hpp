@@ -30,9 +30,12 @@ class TorchStore final : public Store {
   TorchStore(Device& device, const TorchSide& side, CacheMap& cache);
 
   // What of a storage is to be saved; null with the reason where it is not ours to keep. `fresh`:
-  // the reference is ours from here on.
+  // the reference is ours from here on. `serial`: of its allocation, 0 where nobody knows; told of
+  // what is not kept, too.
   Block* hold(const HeldStorage& held, driver::Stream stream, bool may_ignore, bool* fresh,
-              Refusal* why);
+              Refusal* why, std::uint64_t* serial);
+  // Of what torch has handed out last.
+  std::uint64_t serial() { return cache_.serial(); }
   // A storage that was held for nothing: the caller has its reference again.
   void forget(Block* block);
   // After a save: looks whether what a layer has just let go of is ours alone by now.

@@ -104,7 +104,8 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
   for (const StepTimes::Again& one : times.again) {
     if (one.index < entries.size()) {
       std::uint64_t& ns = entries[one.index].again_ns;
-      const std::uint64_t took = std::max<std::uint64_t>(one.ns, 1);  // 0 is for what was not measured
+      const std::uint64_t took =
+          std::max<std::uint64_t>(one.ns, 1);  // 0 is for what was not measured
       ns = ns == 0 ? took : std::min(ns, took);
     }
   }

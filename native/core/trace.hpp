@@ -20,6 +20,7 @@ struct Trace {
     bool evicted = false;
     bool dropped = false;        // without a copy
     std::uint32_t kind = 0;      // Made::kind
+    std::uint32_t rests_on = 0;  // Made::rests_on
     bool again = false;          // can be made again
     Proof proof = Proof::none;   // that the same bytes come
     std::uint64_t again_ns = 0;  // as last measured; 0: never was
@@ -29,6 +30,10 @@ struct Trace {
     std::uint32_t used_moment = KnownRecord::kNever;
     std::uint32_t used = 0;     // the how-maniest of its step that was asked for; 0: never
     std::uint64_t used_at = 0;  // of all that were asked for since the step began
+
+    bool same_recipe(const Entry& other) const {
+      return kind == other.kind && rests_on == other.rests_on;
+    }
   };
   std::uint32_t id = 0;
   std::uint32_t depth = 0;     // steps that waited for their backward when it began

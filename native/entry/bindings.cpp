@@ -2,11 +2,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
 
 #include "entry/hooks.hpp"
+#include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
@@ -221,11 +223,11 @@ NB_MODULE(_native, module) {
       "table"_a);
   module.def(
       "proved",
-      [](int device, std::uint32_t trace, std::uint32_t index, bool same) {
-        opened(device).proved({trace, index}, same);
+      [](int device, std::tuple<std::uint32_t, std::uint32_t, std::uint32_t> what, bool same) {
+        const auto [trace, index, rests_on] = what;
+        opened(device).proved({trace, index, rests_on}, same);
       },
-      "device"_a, "trace"_a, "index"_a, "same"_a);
-  module.def("forget_proofs", [](int device) { opened(device).forget_proofs(); }, "device"_a);
+      "device"_a, "what"_a, "same"_a);
   module.def(
       "use_recipe_side",
       [](std::uintptr_t table) {
@@ -249,6 +251,19 @@ NB_MODULE(_native, module) {
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);
+  nb::class_<Call>(module, "Call", nb::is_weak_referenceable())
+      .def(nb::init<int>(), "device"_a)
+      .def("collect", [](nb::handle_t<Call> call) { Call::collect(call); })
+      .def(
+          "begin",
+          [](nb::handle_t<Call> call, nb::object node) { Call::begin(call, std::move(node)); },
+          "node"_a)
+      .def("end", &Call::end)
+      .def("capture", &Call::capture);
+  nb::class_<Capture>(module, "Capture")
+      .def("pack", &Capture::pack, "tensor"_a)
+      .def("unpack", &Capture::unpack, "packed"_a)
+      .def("done", &Capture::done);
 }
 
 }  // namespace stagehand::entry

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "entry/python_side.hpp"
+#include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
 #include "entry/twins.hpp"
@@ -102,137 +103,7 @@ class HeldReference {
   void* storage_;
 };
 
-// A tensor over a storage of torch's, exactly as the saved one was. Torch holds the storage from
-// then on, and the engine sees that by itself.
-nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
-                     driver::Stream consumer) {
-  const Geometry& g = handle.geometry;
-  const core::TensorPlace place{static_cast<std::int64_t>(unpacked.offset / g.item_bytes()),
-                                g.shape(), g.strides(), g.ndim, handle.dtype};
-  const core::TorchSide& side = *Registry::get().torch_side();
-  const nb::object tensor = nb::steal(static_cast<PyObject*>(side.wrap(unpacked.storage, &place)));
-  try {
-    if (tensor.is_valid() && unpacked.elsewhere) {
-      side.used_on(unpacked.storage, g.device.id, consumer);
-    }
-  } catch (...) {
-    handle.runtime->drop_alias(unpacked.block);
-    throw;
-  }
-  handle.runtime->drop_alias(unpacked.block);
-  if (!tensor.is_valid()) {
-    throw nb::python_error();
-  }
-  return tensor;
-}
-
-// An alias: what torch's deleter gives back.
-struct Alias {
-  core::Runtime* runtime;
-  core::Block* block;
-};
-
-void drop(void* context) {
-  const std::unique_ptr<Alias> alias(static_cast<Alias*>(context));
-  if (!Registry::get().forked()) {
-    alias->runtime->drop_alias(alias->block);
-  }
-}
-
-Alias* alias_of(const Handle& handle, const core::Unpacked& unpacked) {
-  auto* alias = new (std::nothrow) Alias{handle.runtime, unpacked.block};
-  if (alias == nullptr) {
-    handle.runtime->drop_alias(unpacked.block);
-    throw std::bad_alloc();
-  }
-  return alias;
-}
-
-// A tensor over the block, exactly as the saved one was, and one more reference to its storage.
-std::pair<nb::object, SharedStorage> make_alias(const Handle& handle,
-                                                const core::Unpacked& unpacked) {
-  const Geometry& g = handle.geometry;
-  const core::TensorSide& side = *TorchApi::tensors();
-  void* storage = side.storage(reinterpret_cast<void*>(unpacked.address), g.extent(), g.device.type,
-                               g.device.id, alias_of(handle, unpacked), &drop);
-  if (storage == nullptr) {
-    throw std::bad_alloc();
-  }
-  SharedStorage shared(storage);
-  const core::TensorPlace place{0, g.shape(), g.strides(), g.ndim, handle.dtype};
-  nb::object tensor = nb::steal(static_cast<PyObject*>(side.view(storage, &place)));
-  if (!tensor.is_valid()) {
-    throw nb::python_error();
-  }
-  return {std::move(tensor), std::move(shared)};
-}
-
-// The same by DLPack.
-struct ManagedAlias {
-  dlpack::ManagedTensor managed;
-  std::array<std::int64_t, 2 * Geometry::kInline> dims;
-  std::unique_ptr<std::int64_t[]> far_dims;
-  void* alias;
-};
-
-void drop_managed(dlpack::ManagedTensor* managed) {
-  const std::unique_ptr<ManagedAlias> alias(static_cast<ManagedAlias*>(managed->manager_ctx));
-  drop(alias->alias);
-}
-
-nb::object make_alias_by_dlpack(const Handle& handle, const core::Unpacked& unpacked) {
-  const Geometry& g = handle.geometry;
-  void* const given_back = alias_of(handle, unpacked);
-  // Until torch owns it, this scope gives the block back.
-  std::unique_ptr<ManagedAlias, void (*)(ManagedAlias*)> alias(
-      new (std::nothrow) ManagedAlias{},
-      [](ManagedAlias* unused) { drop_managed(&unused->managed); });
-  if (alias == nullptr) {
-    drop(given_back);
-    throw std::bad_alloc();
-  }
-  alias->alias = given_back;
-  alias->managed.manager_ctx = alias.get();
-  std::int64_t* dims = alias->dims.data();
-  if (g.ndim > Geometry::kInline) {
-    alias->far_dims = std::make_unique<std::int64_t[]>(2 * static_cast<std::size_t>(g.ndim));
-    dims = alias->far_dims.get();
-  }
-  std::copy_n(g.shape(), 2 * g.ndim, dims);
-  alias->managed.version = {1, 0};
-  alias->managed.deleter = &drop_managed;
-  alias->managed.tensor = {
-      reinterpret_cast<void*>(unpacked.address), g.device, g.ndim, g.dtype, dims, dims + g.ndim, 0};
-  void* tensor = nullptr;
-  if (TorchApi::get().exchange->object_from_managed(&alias->managed, &tensor) != 0) {
-    throw nb::python_error();
-  }
-  alias.release();
-  return nb::steal(static_cast<PyObject*>(tensor));
-}
-
 }  // namespace
-
-void Geometry::set(const core::SeenTensor& tensor) {
-  device = {tensor.device_type, tensor.device};
-  dtype = {tensor.code, tensor.bits, tensor.lanes};
-  ndim = tensor.ndim;
-  std::int64_t* dims = near_.data();
-  if (ndim > kInline) {
-    far_.resize(2 * static_cast<std::size_t>(ndim));
-    dims = far_.data();
-  }
-  std::copy_n(tensor.shape, ndim, dims);
-  std::copy_n(tensor.strides, ndim, dims + ndim);
-}
-
-core::Bytes Geometry::extent() const {
-  core::Bytes reach = 0;
-  for (std::int32_t i = 0; i < ndim; ++i) {
-    reach += static_cast<core::Bytes>(shape()[i] - 1) * static_cast<core::Bytes>(strides()[i]);
-  }
-  return (reach + 1) * item_bytes();
-}
 
 Handle::Handle(Handle&& other) noexcept
     : runtime(other.runtime),
@@ -244,6 +115,9 @@ Handle::Handle(Handle&& other) noexcept
       geometry(std::move(other.geometry)),
       followed(std::move(other.followed)),
       recipe(std::move(other.recipe)),
+      call(std::move(other.call)),
+      index(other.index),
+      made_inside(other.made_inside),
       passed(std::move(other.passed)),
       version(other.version),
       twin(other.twin) {
@@ -275,10 +149,14 @@ Hooks::Hooks(int device, nb::object modified, nb::object keep, nb::object proof)
 void Hooks::begin_step(bool recompute) {
   order_ = 0;
   recompute_ = recompute;
+  Call::forget_open();
   Twins::get().sweep_all();
 }
 
-void Hooks::end_step() { Twins::get().sweep_all(); }
+void Hooks::end_step() {
+  Call::forget_open();
+  Twins::get().sweep_all();
+}
 
 Handle Hooks::pass(nb::object passed, Reason reason, Handle handle) {
   ++passed_[static_cast<std::size_t>(reason)];
@@ -288,10 +166,21 @@ Handle Hooks::pass(nb::object passed, Reason reason, Handle handle) {
   return handle;
 }
 
-// What is passed through: leaves as they are; anything else without its graph, since a saved output
-// that holds its own node would keep itself alive for ever (rule A4).
 Handle Hooks::pack(nb::handle tensor) {
   Twins::get().sweep();
+  Call* const call = Call::open_here();
+  core::SeenTensor seen;
+  Handle handle = pack_in(call, tensor, &seen);
+  Call::maybe_input(tensor);
+  if (call != nullptr) {
+    call->saved(handle, seen);
+  }
+  return handle;
+}
+
+// What is passed through: leaves as they are; anything else without its graph, since a saved output
+// that holds its own node would keep itself alive for ever (rule A4).
+Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
   if (!torch.is_tensor(object)) {
@@ -299,12 +188,15 @@ Handle Hooks::pack(nb::handle tensor) {
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
                 torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
   }
-  const core::SeenTensor seen = torch.look(object);
+  const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
     const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
     return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
-  const auto pass_plain = [&](Reason reason, Handle handle = {}) {
+  Handle handle;
+  handle.geometry.set(seen);
+  handle.dtype = seen.dtype;
+  const auto pass_plain = [&](Reason reason) {
     return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason,
                 std::move(handle));
   };
@@ -315,21 +207,20 @@ Handle Hooks::pack(nb::handle tensor) {
   if (!keep_.is_none() && nb::cast<bool>(keep_(tensor, order_++))) {
     return pass_plain(Reason::kept);
   }
-  Handle handle;
-  handle.geometry.set(seen);
-  handle.dtype = seen.dtype;
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
   if (recompute_) {
-    handle.recipe = Recipe::of(tensor);
+    handle.recipe = Recipe::of(tensor, call != nullptr ? nb::find(*call) : nb::object());
   }
-  const core::Saved saved = runtime->uses_torch()
-                                ? save_held(*runtime, tensor, handle, first, last)
-                                : runtime->save(first, first, last, true, handle.recipe.made());
+  const core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
+  const core::Saved saved =
+      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, inside)
+                            : runtime->save(first, first, last, true, handle.recipe.made(), inside);
+  handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
     handle.ignored = saved.ignored;
-    return pass_plain(reason_of(saved.refusal), std::move(handle));
+    return pass_plain(reason_of(saved.refusal));
   }
   handle.runtime = runtime;
   handle.record = saved.record;
@@ -342,7 +233,7 @@ Handle Hooks::pack(nb::handle tensor) {
 // The same where torch's own allocator cuts the blocks: the record is over a reference to the
 // storage, which is given up at once where there is one already, or the storage is not for us.
 core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                             Address first, Address last) const {
+                             Address first, Address last, core::Inside inside) const {
   const core::TorchSide& side = *Registry::get().torch_side();
   if (handle.geometry.device.type != dlpack::kCuda || handle.geometry.device.id != device_) {
     return {core::Refusal::foreign_storage, {}};
@@ -359,7 +250,7 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
     note_usage(device_, last - first);
   }
   const core::Saved saved = runtime.save_held(held, current_stream(handle.geometry.device), first,
-                                              first, last, true, handle.recipe.made());
+                                              first, last, true, handle.recipe.made(), inside);
   if (saved.took_reference) {
     reference.release();
   }
@@ -426,34 +317,51 @@ void Hooks::prove(const Handle& handle, const core::Unpacked& unpacked, driver::
   if (!differs.is_valid()) {
     throw nb::python_error();
   }
-  proof_(differs, device_, unpacked.proof.trace, unpacked.proof.index, handle.recipe.op());
+  const core::Plan::ToProve& what = unpacked.proof;
+  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on),
+         handle.recipe.op());
+}
+
+bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, Bytes offset) {
+  core::SeenTensor seen;
+  if (const TorchApi& torch = TorchApi::get(); torch.is_tensor(tensor.ptr())) {
+    seen = torch.look(tensor.ptr());
+  }
+  if (seen.kind != core::SeenTensor::plain) {
+    return false;
+  }
+  const Address first = reinterpret_cast<Address>(seen.data) - offset;
+  const driver::Stream stream = current_stream({seen.device_type, seen.device});
+  if (!runtime.uses_torch()) {
+    return runtime.refill(record, first, stream);
+  }
+  const core::TorchSide& side = *Registry::get().torch_side();
+  core::HeldStorage held;
+  std::int32_t dtype = 0;
+  if (side.hold(tensor.ptr(), &held, &dtype) != core::Hold::held) {
+    return false;
+  }
+  HeldReference reference(side, held.storage);
+  bool took = false;
+  const bool taken = held.address == first && runtime.refill_held(record, held, stream, &took);
+  if (took) {
+    reference.release();
+  }
+  return taken;
 }
 
 // A dropped record's storage, made again and given to it. Where its memory is not such as records
-// are of, as inside a MemPool of the user's, a tensor over it as the saved one was; the record
-// stays dropped.
+// are of, as inside a MemPool of the user's, a tensor as the saved one was; the record stays
+// dropped.
 nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
-  core::Runtime& runtime = *handle.runtime;
-  const nb::object made =
-      handle.recipe.run(*this, [&] { runtime.making(handle.record, consumer); });
-  bool taken = false;
-  if (runtime.uses_torch()) {
-    const core::TorchSide& side = *Registry::get().torch_side();
-    core::HeldStorage held;
-    std::int32_t dtype = 0;
-    if (side.hold(made.ptr(), &held, &dtype) == core::Hold::held) {
-      HeldReference reference(side, held.storage);
-      bool took = false;
-      taken = runtime.refill_held(handle.record, held, consumer, &took);
-      if (took) {
-        reference.release();
-      }
-    }
-  } else {
-    const core::SeenTensor seen = TorchApi::get().look(made.ptr());
-    taken = runtime.refill(handle.record, reinterpret_cast<Address>(seen.data), consumer);
+  // Of a call's own, only what is sure to be the same is made by its node.
+  const bool by_node = handle.recipe && handle.recipe.made().exact && handle.recipe.ready();
+  if (handle.made_inside && !by_node) {
+    return Call::of(handle).make(*this, handle, false);
   }
-  if (taken) {
+  const nb::object made =
+      handle.recipe.run(*this, [&] { handle.runtime->making(handle.record, consumer); });
+  if (refill(*handle.runtime, handle.record, made, 0)) {
     return {};
   }
   const Geometry& g = handle.geometry;
@@ -467,7 +375,14 @@ nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
 }
 
 nb::object Hooks::unpack(const Handle& handle) {
+  if (handle.call.is_valid()) {
+    Call::of(handle).unpacked();
+  }
   if (const long version = handle.followed.current(); version != handle.version) {
+    // Legal with torch's own checkpoint, which always runs again: so it is here.
+    if (handle.made_inside && !Registry::get().forked()) {
+      return Call::of(handle).make(*this, handle, true);
+    }
     raise_modified(handle, version);
   }
   if (handle.runtime == nullptr) {

@@ -9,10 +9,13 @@
 #include <vector>
 
 #include "core/runtime.hpp"
+#include "entry/aliases.hpp"
 #include "entry/recipes.hpp"
 #include "entry/torch_api.hpp"
 
 namespace stagehand::entry {
+
+class Call;
 
 // Why a saved tensor is handed back as it came, in the words of PoolStats.passed_through.
 enum class Reason : std::uint8_t {
@@ -29,26 +32,6 @@ enum class Reason : std::uint8_t {
   private_pool,
   small,
   count
-};
-
-// What a tensor is beside its memory.
-struct Geometry {
-  static constexpr std::int32_t kInline = 8;
-
-  void set(const core::SeenTensor& tensor);
-  core::Bytes item_bytes() const { return (core::Bytes{dtype.bits} * dtype.lanes + 7) / 8; }
-  // From the first to behind the last element.
-  core::Bytes extent() const;
-  const std::int64_t* shape() const { return ndim <= kInline ? near_.data() : far_.data(); }
-  const std::int64_t* strides() const { return shape() + ndim; }
-
-  dlpack::Device device{};
-  dlpack::DataType dtype{};
-  std::int32_t ndim = 0;
-
- private:
-  std::array<std::int64_t, 2 * kInline> near_{};
-  std::vector<std::int64_t> far_;
 };
 
 // What the pack hook gives autograd for one saved tensor. It dies when autograd drops the saved
@@ -69,6 +52,9 @@ class Handle {
   Geometry geometry;
   Followed followed;
   Recipe recipe;
+  nb::object call;                 // of the region it was saved in, if any (regions.hpp)
+  std::uint32_t index = 0;         // of the save in there
+  bool made_inside = false;        // that call can make it again
   nb::object passed;               // where passed through: the tensor itself without its graph
   long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
@@ -89,11 +75,15 @@ class Hooks {
   Handle pack(nb::handle tensor);
   nb::object unpack(const Handle& handle);
   nb::dict passed_through() const;
+  // Gives a dropped record the storage of a tensor that was made again, whose first element is
+  // `offset` bytes into it. False: that is not such as records are of, and is left alone.
+  bool refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, core::Bytes offset);
 
  private:
+  Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                        core::Address first, core::Address last) const;
+                        core::Address first, core::Address last, core::Inside inside) const;
   core::Unpacked find(const Handle& handle, driver::Stream consumer);
   nb::object make_again(const Handle& handle, driver::Stream consumer);
   void prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer);

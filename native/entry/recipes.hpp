@@ -21,8 +21,9 @@ class Hooks;
 class Recipe {
  public:
   Recipe() = default;
-  // Of a tensor that is about to be saved; none where nobody knows.
-  static Recipe of(nb::handle tensor);
+  // Of a tensor that is about to be saved in this call of a region, or in none; none where nobody
+  // knows, or another call may have to run for its inputs.
+  static Recipe of(nb::handle tensor, nb::handle call);
   Recipe(Recipe&& other) noexcept : found_(other.found_), depth_(other.depth_) {
     other.found_ = {};
   }
@@ -34,6 +35,8 @@ class Recipe {
   const char* op() const { return found_.op; }
   // What it makes, where it is now; nothing where nobody knows.
   core::Made made() const { return found_.made; }
+  // Whether none of its inputs has to be made again first.
+  bool ready() const;
   // Makes it again from its inputs, which may have to be made again first. Raises what torch does,
   // and RecomputeError where something else came.
   // `making` is called when those are there.
@@ -53,5 +56,12 @@ class Recipe {
   core::FoundRecipe found_;
   unsigned depth_ = 0;
 };
+
+// RecomputeError: what was made again is not what was saved.
+[[noreturn]] void raise_recompute(
+    const std::string& what,
+    const char* todo =
+        "A region must compute the same each time it runs: take random numbers from torch, keep no "
+        "state from one run to the next, change no argument; or do not checkpoint it.");
 
 }  // namespace stagehand::entry

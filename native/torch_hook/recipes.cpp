@@ -5,6 +5,7 @@
 //
 // Built on first use against the headers of the installed torch, never part of the main build.
 // Needs no CUDA. All is called with the GIL; no exception leaves.
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -20,7 +21,6 @@
 #include <ATen/ops/mish.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/silu.h>
@@ -39,7 +39,6 @@
 #include <string>
 #include <typeindex>
 #include <unordered_map>
-#include <vector>
 
 #include "core/recipe_side.hpp"
 
@@ -52,7 +51,6 @@ using namespace torch::autograd;             // the nodes
 using namespace torch::autograd::generated;  // of each op
 
 constexpr std::size_t kInputs = FoundRecipe::kInputs;
-constexpr double kUsualEps = 1e-5;
 
 struct Recipe;
 using Inputs = at::Tensor (&)[kInputs];
@@ -75,7 +73,7 @@ struct Recipe {
   std::string word;
   at::Tensor leaf;  // what the node did not save of its inputs
   std::uint32_t leaf_version = 0;
-  std::vector<std::int64_t> shape;
+  std::uint32_t settings = 0;
   at::DimVector sizes;
   std::uint64_t bytes = 0;
   bool reshaped = false;  // by a node that only gives the same bytes another shape
@@ -201,22 +199,28 @@ const std::unordered_map<std::type_index, Op>& ops() {
         [](const Recipe& recipe, Inputs in) {
           return at::addmm(recipe.leaf, in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
         }}},
-      // Its node does not have eps: the default, which the proof refuses where it was another.
-      {typeid(NativeLayerNormBackward0),
-       {15, "layer_norm", false,
-        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
-          auto& of = static_cast<NativeLayerNormBackward0&>(node);
-          for (const c10::SymInt& size : of.normalized_shape) {
-            recipe.shape.push_back(size.expect_int());
-          }
-          return recipe.take(of.input_, handle) && recipe.take(of.weight_, handle) &&
-                 recipe.take(of.bias_, handle);
-        },
-        [](const Recipe& recipe, Inputs in) {
-          return std::get<0>(at::native_layer_norm(in[0], recipe.shape, in[1], in[2], kUsualEps));
-        }}},
   };
   return all;
+}
+
+// What chooses the kernel of a matrix product, beside its operands.
+std::uint32_t settings_now() {
+  at::Context& context = at::globalContext();
+  using at::Float32Backend;
+  using at::Float32Op;
+  std::uint32_t word = 0;
+  for (const auto one :
+       {static_cast<int>(context.float32Precision(Float32Backend::CUDA, Float32Op::MATMUL)),
+        static_cast<int>(context.float32Precision(Float32Backend::MKLDNN, Float32Op::MATMUL)),
+        static_cast<int>(context.allowFP16ReductionCuBLAS()),
+        static_cast<int>(context.allowBF16ReductionCuBLAS()),
+        static_cast<int>(context.allowFP16AccumulationCuBLAS()),
+        static_cast<int>(context.deterministicAlgorithms()),
+        static_cast<int>(context.userEnabledMkldnn()),
+        static_cast<int>(context.blasPreferredBackend())}) {
+    word = word * 8 + static_cast<std::uint32_t>(one);
+  }
+  return word;
 }
 
 // A view's storage is as its base was made. What was changed in place since is not what the node
@@ -254,8 +258,9 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->bytes = made.nbytes();
     recipe->reshaped = reshaped;
     recipe->leaf_version = recipe->leaf.defined() ? recipe->leaf._version() : 0;
+    recipe->settings = recipe->op->exact ? 0 : settings_now();
     found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
-                   recipe->op->kind, recipe->op->exact};
+                   recipe->op->kind, recipe->op->exact, recipe->settings};
     found->op = recipe->op->name;
     found->inputs = recipe->count;
     std::copy_n(recipe->inputs, recipe->count, found->input);
@@ -283,7 +288,8 @@ void* run(void* made_by, void* const* inputs, bool* differs) {
   const bool alike = recipe.reshaped
                          ? made.is_contiguous() && made.nbytes() == recipe.bytes
                          : made.sizes() == recipe.sizes && made.strides() == recipe.strides;
-  const bool changed = recipe.leaf.defined() && recipe.leaf._version() != recipe.leaf_version;
+  const bool changed = (recipe.leaf.defined() && recipe.leaf._version() != recipe.leaf_version) ||
+                       (!recipe.op->exact && settings_now() != recipe.settings);
   if (!alike || changed || made.scalar_type() != recipe.dtype || made.storage_offset() != 0) {
     *differs = true;
     return nullptr;

@@ -12,6 +12,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <typeinfo>
 
 #include "core/tensor_side.hpp"
 
@@ -79,6 +80,13 @@ SeenTensor::Kind kind_of(const at::Tensor& tensor, PyTypeObject* parameter, bool
                                                              : SeenTensor::plain;
 }
 
+// As it was noted when the tensor was made: asking a view may make it anew.
+const char* op_of(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const auto* node = meta != nullptr ? meta->grad_fn_.get() : nullptr;
+  return node != nullptr ? typeid(*node).name() : nullptr;
+}
+
 void look(void* object, void* parameter, SeenTensor* seen) {
   seen->kind = SeenTensor::layout;
   try {
@@ -98,6 +106,7 @@ void look(void* object, void* parameter, SeenTensor* seen) {
       seen->strides = tensor.strides().data();
       seen->data = tensor.data_ptr();
       seen->version = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+      seen->op = op_of(tensor);
     }
     seen->kind = kind;
   } catch (const std::exception&) {  // it has no memory to look at

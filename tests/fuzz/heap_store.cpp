@@ -19,9 +19,9 @@ bool HeapStore::drop(const Reference& reference) {
 }
 
 core::Saved HeapStore::save(const Reference& of, driver::Stream /*on*/, Address first, Address last,
-                            bool again) {
-  const core::Made made{of.address, again ? of.bytes : 0};
-  return runtime(of.device).save(first, first, last, false, made);
+                            Again again) {
+  return runtime(of.device).save(first, first, last, false, again.made(of.address, of.bytes),
+                                 again.inside());
 }
 
 bool HeapStore::refill(core::RecordId record, const Reference& with, driver::Stream on) {
@@ -31,6 +31,7 @@ bool HeapStore::refill(core::RecordId record, const Reference& with, driver::Str
 Status HeapStore::unpack(std::size_t device, core::RecordId record, Bytes offset,
                          driver::Stream consumer, Reference* again) {
   const core::Unpacked unpacked = runtime(device).unpack(record, offset, consumer);
+  say_proved(device, record, unpacked);
   *again = {nullptr, unpacked.block, unpacked.address, 0, device};
   return unpacked.status;
 }

@@ -1,6 +1,7 @@
 #include "fuzz/stress.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <map>
 #include <utility>
@@ -157,7 +158,9 @@ void Stress::allocate(const Instruction& in) {
   tensor.storage = std::make_shared<Storage>();
   tensor.storage->captured = captured;
   tensor.storage->bytes = tensor.reference.bytes;
-  tensor.storage->again = in.more % 5 < 2;
+  constexpr std::array kHow{Again::no,    Again::no,           Again::no,
+                            Again::exact, Again::to_be_proven, Again::by_call};
+  tensor.storage->again = {kHow[in.more % kHow.size()], 1 + in.pick % 3};
   // One to three views at random places; small blocks whole.
   const Bytes bytes = tensor.reference.bytes;
   std::uint64_t drawn = in.more;
@@ -223,7 +226,7 @@ void Stress::save_tensor(const Tensor& tensor, std::size_t view) {
   const Address first = address_of(tensor, view);
   // What came back may be a part of its storage.
   const bool whole = tensor.reference.bytes != 0;
-  const bool again = whole && tensor.storage->again && tensor.storage->version == 0;
+  const Again again = whole && tensor.storage->version == 0 ? tensor.storage->again : Again();
   const core::Saved saved = call([&] {
     return store_.save(tensor.reference, stream(tensor.place), first,
                        first + tensor.storage->views[view].bytes, again);
@@ -422,48 +425,6 @@ void Stress::leave_pool() {
   for (std::size_t device = 0; device < store_.devices(); ++device) {
     store_.runtime(device).clear_budget();
   }
-}
-
-// From here to the end of the capture the program allocates on one captured stream and on others,
-// and joins nothing inside with anything outside. The thread is in the relaxed mode, as entry/ is
-// around every call.
-void Stress::begin_capture(const Instruction& in) {
-  const Place place = place_of(in.stream);
-  if (capturing_ || place.stream == 0) {
-    return;
-  }
-  if (!contents_.capture(stream(place), true)) {
-    return;
-  }
-  int mode = driver::kCaptureModeRelaxed;
-  table_.thread_exchange_capture_mode(&mode);
-  capturing_ = true;
-  captured_ = place;
-  graph_ = ++graphs_made_;
-  graphs_.push_back({place.device, graph_});
-  store_.capture(place.device, 1);
-}
-
-void Stress::end_capture() {
-  if (!std::exchange(capturing_, false)) {
-    return;
-  }
-  int mode = 0;
-  table_.thread_exchange_capture_mode(&mode);
-  contents_.capture(stream(captured_), false);
-  store_.capture(captured_.device, -1);
-}
-
-void Stress::release_graph(std::uint64_t pick) {
-  const Graph graph = taken(graphs_, pick);
-  call([&] { store_.release_graph(graph.device, graph.id); });
-}
-
-bool Stress::crosses_capture(Place one, Place two) const {
-  const auto inside = [&](Place place) {
-    return place.device == captured_.device && place.stream == captured_.stream;
-  };
-  return capturing_ && inside(one) != inside(two);
 }
 
 void Stress::fault(const Instruction& in) {

@@ -50,7 +50,7 @@ class Stress {
     bool shared = false;        // another stream reads it
     bool captured = false;      // a graph's: it is never saved
     core::Bytes bytes = 0;
-    bool again = false;  // its bytes can be made again, while it is not changed
+    Again again;  // while it is not changed
   };
   struct Place {
     std::size_t device = 0;

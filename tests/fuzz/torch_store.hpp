@@ -22,7 +22,7 @@ class TorchStore : public Store {
   core::Status make(driver::Stream stream, std::uint64_t graph, Reference* made) override;
   bool drop(const Reference& reference) override;
   core::Saved save(const Reference& of, driver::Stream on, core::Address first, core::Address last,
-                   bool again) override;
+                   Again again) override;
   bool refill(core::RecordId record, const Reference& with, driver::Stream on) override;
   core::Status unpack(std::size_t device, core::RecordId record, core::Bytes offset,
                       driver::Stream consumer, Reference* again) override;

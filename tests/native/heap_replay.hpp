@@ -160,7 +160,7 @@ class Replay {
       case 's': {
         const Address base = blocks_.at(event.b);
         const auto known = recipes_.find(event.a);
-        const Made made{base, known != recipes_.end() ? event.last : 0};
+        const Made made{base, known != recipes_.end() ? event.last : 0, 0, true};
         const Saved saved = runtime.save(base, base + event.first, base + event.last, false, made);
         CHECK_EQ(saved.refusal, Refusal::none);
         if (!records_.emplace(event.a, saved).second) {

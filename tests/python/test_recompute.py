@@ -73,30 +73,37 @@ def test_training_equals_plain_torch_inside_a_budget(recipe: Recipe, share: floa
 
 
 class Block(nn.Module):
-    """Saves what elementwise ops make, and what a norm and a linear make."""
+    """Saves what an elementwise op makes, and what a linear makes."""
 
-    def __init__(self, eps: float) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(256, eps=eps)
-        self.up = nn.Linear(256, 512)
-        self.down = nn.Linear(512, 256)
+        self.up = nn.Linear(width, 512)
+        self.down = nn.Linear(512, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(F.gelu(self.up(x)))
 
 
 def steps(
-    around: Around, eps: float, count: int = 6
+    around: Around, count: int = 6, meddle: bool = False, width: int = 256
 ) -> list[tuple[str, dict[str, str | None], int]]:
-    """Loss, gradients and what was dropped of each step."""
+    """Loss, gradients and what was dropped of each step.
+
+    `meddle`: some kernel changes a weight in place between forward and backward, and no version
+    tells of it. Steps of another `width` are of another plan.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(eps) for _ in range(6)))
+    blocks = [Block(width) for _ in range(6)]
+    model = nn.Sequential(*blocks)
     found = []
     for _ in range(count):
         before = stagehand_alloc.stats()
         model.zero_grad()
         with around:
-            loss = model(torch.randn(4, 512, 256)).square().mean()
+            loss = model(torch.randn(4, 512, width)).square().mean()
+        if meddle:
+            for block in blocks:
+                block.up.weight.data.mul_(1.25)
         loss.backward()
         found.append((digest(loss), gradients(model), counted(before).drops))
     return found
@@ -107,26 +114,40 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     proofs: list[bool] = []
     tell = _native.proved
 
-    def spy(device: int, trace: int, index: int, same: bool) -> None:
+    def spy(device: int, what: tuple[int, int, int], same: bool) -> None:
         proofs.append(same)
-        tell(device, trace, index, same)
+        tell(device, what, same)
 
     monkeypatch.setattr(_native, "proved", spy)
     return proofs
 
 
-def in_little(eps: float) -> list[tuple[str, dict[str, str | None], int]]:
+def in_little(
+    meddle: bool = False, width: int = 256
+) -> list[tuple[str, dict[str, str | None], int]]:
     _native.empty_cache()
-    return steps(recomputing(high="40MiB", low="34MiB"), eps)
+    return steps(recomputing(high="28MiB", low="24MiB"), meddle=meddle, width=width)
+
+
+@contextlib.contextmanager
+def other(setting: str) -> Iterator[None]:
+    """The setting changed, one of kernels that are not used here: no bit changes."""
+    settings = torch.backends.cuda.matmul
+    before = getattr(settings, setting)
+    setattr(settings, setting, not before)
+    try:
+        yield
+    finally:
+        setattr(settings, setting, before)
 
 
 def test_what_is_not_elementwise_is_dropped_once_it_was_seen_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = steps(contextlib.nullcontext(), 1e-5)
+    expected = steps(contextlib.nullcontext())
     proofs = told(monkeypatch)
     with leaves_nothing():
-        actual = in_little(1e-5)
+        actual = in_little()
     assert [step[:2] for step in actual] == [step[:2] for step in expected]
     assert proofs
     assert all(proofs)
@@ -136,20 +157,18 @@ def test_what_is_not_elementwise_is_dropped_once_it_was_seen_to_come_back(
 def test_what_does_not_come_back_bit_by_bit_is_moved_and_told_of_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = steps(contextlib.nullcontext(), 1e-3)
+    expected = steps(contextlib.nullcontext(), meddle=True, width=224)
     proofs = told(monkeypatch)
-    with leaves_nothing(), pytest.warns(UserWarning, match="output of layer_norm") as warned:
-        actual = in_little(1e-3)
+    with leaves_nothing(), pytest.warns(UserWarning, match="output of addmm") as warned:
+        actual = in_little(meddle=True, width=224)
     assert [step[:2] for step in actual] == [step[:2] for step in expected]
     assert not all(proofs)
     assert len([one for one in warned if "bit by bit" in str(one.message)]) == 1
 
 
 def test_a_proof_does_not_outlive_the_settings_it_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten: list[int] = []
-    pool = recomputing(high="40MiB", low="34MiB")
-    steps(pool, 1e-5, count=1)
-    monkeypatch.setattr(_native, "forget_proofs", forgotten.append)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-    steps(pool, 1e-5, count=2)
-    assert len(forgotten) == 1
+    in_little(width=240)
+    proofs = told(monkeypatch)
+    with other("allow_tf32"):
+        in_little(width=240)
+    assert proofs
