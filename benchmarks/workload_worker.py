@@ -91,9 +91,8 @@ class WorkloadWorker(worker.Worker):
     def build(self, budgets: Mapping[str, Any] | None = None) -> dict[str, Any]:
         if self.settings.ranks > 1:
             self._meet()
-        if self.settings.mode == "native":  # the trigger library is made and tried at the first
-            assert self.stagehand is not None
-            with self.stagehand.pool(mode="native"):
+        if self.stagehand is not None:  # the first pool makes the libraries against torch
+            with self.stagehand.pool(mode=self.settings.mode):
                 pass
         if self.settings.deterministic:  # the compiler's choices too
             torch.use_deterministic_algorithms(True)

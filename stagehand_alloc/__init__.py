@@ -29,6 +29,7 @@ from stagehand_alloc._errors import NoCudaBuildError as NoCudaBuildError
 from stagehand_alloc._errors import NotBuiltError as NotBuiltError
 from stagehand_alloc._errors import PoolError as PoolError
 from stagehand_alloc._errors import PoolThreadError as PoolThreadError
+from stagehand_alloc._errors import RecomputeError as RecomputeError
 from stagehand_alloc._errors import SimulatorError as SimulatorError
 from stagehand_alloc._errors import SizeError as SizeError
 from stagehand_alloc._errors import StagehandError as StagehandError
@@ -40,6 +41,8 @@ from stagehand_alloc._limits import LaneLimits as LaneLimits
 from stagehand_alloc._pool import Pool as Pool
 from stagehand_alloc._pool import keep as keep
 from stagehand_alloc._pool import pool as pool
+from stagehand_alloc._regions import checkpoint as checkpoint
+from stagehand_alloc._regions import when_needed as when_needed
 from stagehand_alloc._stats import PoolStats as PoolStats
 from stagehand_alloc._stats import reset_peak_stats as reset_peak_stats
 from stagehand_alloc._stats import stats as stats

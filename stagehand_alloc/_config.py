@@ -200,7 +200,8 @@ class Config:
 
     The caps and rates are where a pool starts; `Pool.limits` says what they mean and changes them.
     Without ``build_trigger``, and where STAGEHAND_ALLOC_BUILD=0 stands in the environment, modes
-    without the process allocator act at the next pack or unpack instead of inside the allocation.
+    without the process allocator act at the next pack or unpack instead of inside the allocation,
+    and packing and unpacking take about five times as long in any mode.
     ``recompute_threshold_bytes`` is read so that v0 files load unchanged, and has no effect.
 
     Raises ConfigError or SizeError, naming the key, for a value that cannot be.
@@ -220,7 +221,8 @@ class Config:
     telemetry_file: str = "activation_telemetry.jsonl"
     recompute_threshold_bytes: int = 0
     host_limit: Size | None = None  # of host memory; None: default_host_limit()
-    build_trigger: bool = True  # False: the trigger library is neither built nor loaded
+    recompute: bool = False  # drop what autograd's own nodes can make again
+    build_trigger: bool = True  # False: no library is built or loaded against torch
 
     def __post_init__(self) -> None:
         # Lists are what JSON has; a frozen Config holds tuples.
@@ -308,7 +310,13 @@ def _is_int(value: object) -> bool:
 
 
 def _check_types(config: Config) -> None:
-    for name in ("enabled", "debug_checksums", "telemetry_enabled", "build_trigger"):
+    for name in (
+        "enabled",
+        "debug_checksums",
+        "telemetry_enabled",
+        "recompute",
+        "build_trigger",
+    ):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is not a bool.", f"Set {name} to true or false."

@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from stagehand_alloc import _build, _cache, _driver, _recipe, _telemetry, _trigger
+from stagehand_alloc import (
+    _build,
+    _cache,
+    _driver,
+    _recipe,
+    _recompute,
+    _telemetry,
+    _tensors,
+    _trigger,
+)
 from stagehand_alloc._config import format_bytes
 from stagehand_alloc._errors import StagehandError
 from stagehand_alloc._host import available_host_bytes, default_host_limit, local_ranks
@@ -181,6 +190,8 @@ _FACTS = {
     "compiler": _compiler,
     "cache folder": _cache_folder,
     "trigger library": _trigger.outlook,
+    "tensor library": _tensors.outlook,
+    "recipe library": _recompute.outlook,
     "torch's segments": _segments,
     "extension": _extension,
 }

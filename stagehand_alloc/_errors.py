@@ -83,6 +83,10 @@ class ChecksumError(StagehandError, RuntimeError):
     """A host copy is not what was written to it; found with ``debug_checksums``."""
 
 
+class RecomputeError(StagehandError, RuntimeError):
+    """A saved tensor that was made again for backward is not what was saved."""
+
+
 class TelemetryError(StagehandError, RuntimeError):
     """The telemetry file cannot be written or read."""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stagehand_alloc._modules import ModuleWatch
+    from stagehand_alloc._recompute import Proofs
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ def make_hooks(
     device: int | None,
     keep: Callable[[SavedTensorInfo], bool] | None,
     watch: ModuleWatch,
+    proofs: Proofs | None = None,
 ) -> Any:
     """An object with ``begin_step``, ``pack``, ``unpack`` and ``passed_through`` for one device."""
-    return _driver.native().Hooks(device or 0, _raise_modified, _keep_caller(keep, watch))
+    add = None if proofs is None else proofs.add
+    return _driver.native().Hooks(device or 0, _raise_modified, _keep_caller(keep, watch), add)
 
 
 def keep(tensor: Tensor) -> None:

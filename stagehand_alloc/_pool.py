@@ -135,6 +135,7 @@ class Pool:
         self._budget: Budget | None = None
         self._limits = LaneLimits.of(config)  # guarded by _registry_lock
         self._hooks: Any = None
+        self._proofs: Any = None
         self._watch = ModuleWatch()
         self._start = PoolStats()
         self._entry: _Entry | None = None
@@ -397,11 +398,17 @@ class Pool:
     def _enter_hooks(self, entry: _Entry) -> None:
         from torch._C import _autograd
 
-        from stagehand_alloc import _hooks
+        from stagehand_alloc import _hooks, _recompute, _tensors
 
         if self._hooks is None:
-            self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch)
-        self._hooks.begin_step()
+            _tensors.load(self._config.build_trigger)
+            if self._config.recompute:
+                _recompute.load(self._config.build_trigger)
+            self._proofs = _recompute.Proofs()
+            self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch, self._proofs)
+        if self._config.recompute:
+            self._proofs.collect(entry.device)
+        self._hooks.begin_step(self._config.recompute)
         if self._keep is not None:
             self._watch.enter()
         entry.hooked = True

@@ -25,7 +25,7 @@ PEAKS = (
     *("overshoot_live", "overshoot_saved"),
 )
 _GAUGES = (
-    *("mapped", "occupied", "live", "retained", "evicted", "high", "low", "limit"),
+    *("mapped", "occupied", "live", "retained", "evicted", "dropped", "high", "low", "limit"),
     *(
         "plan_follows",
         "records",
@@ -61,6 +61,7 @@ class PoolStats:
     live: int = 0
     retained: int = 0
     evicted: int = 0
+    dropped: int = 0  # has no copy, and is made again when backward asks for it
     high: int = 0
     low: int = 0
     limit: int = 0
@@ -89,6 +90,8 @@ class PoolStats:
     evicted_bytes: int = 0  # copied to the host or already there
     freed_bytes: int = 0  # device bytes really released by evicting
     restored_bytes: int = 0
+    dropped_bytes: int = 0
+    recomputed_bytes: int = 0
     # counted events
     host_waits: int = 0
     stall_count: int = 0
@@ -97,6 +100,9 @@ class PoolStats:
     dirty_evictions: int = 0
     write_backs: int = 0  # copied out ahead of need, as planned
     restores: int = 0
+    drops: int = 0
+    recomputes: int = 0
+    reruns: int = 0  # of regions, to make again what they had saved
     prefetches: int = 0
     prefetch_hits: int = 0
     prefetch_lates: int = 0

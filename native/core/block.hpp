@@ -20,7 +20,8 @@ struct Block {
   Bytes size = 0;
   StreamClock* clock = nullptr;  // of the stream whose work may use it without a wait
   Record* record = nullptr;      // the saved storage it holds, if any
-  std::uint64_t serial = 0;   // order of allocation; tells what existed before a pool was entered
+  std::uint64_t serial = 0;   // order of allocation; tells what existed before a pool was entered,
+                              // or a region; 0 where nobody knows
   std::uint64_t users = 0;    // clocks (bit = index) beside its own that work on it now
   Seq idle_from = 0;          // on its clock: all work on the contents was queued before
   Fence fence;                // the same on other clocks (lanes and foreign streams)
@@ -30,7 +31,7 @@ struct Block {
   bool keep = false;         // the user asked to leave it on the GPU
   bool small = false;        // shares whole pieces with many others
   bool in_graph = false;     // of a captured CUDA graph's own memory
-  bool made_again = false;   // asked of torch by us, for a record that comes back
+  bool made_again = false;   // for a record that comes back, and not by whoever computed it
   bool in_mem_pool = false;  // its memory serves nothing outside that torch.cuda.MemPool
   // Of our heap.
   Arena* arena = nullptr;

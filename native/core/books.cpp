@@ -94,16 +94,33 @@ void Books::give_back(Block* block) {
 
 // Records -----------------------------------------------------------------------------------------
 
-Record& Books::save(Block* block, Address first, Address last) {
+namespace {
+// Whether what can be made again is all that was saved of the storage, from its first byte on.
+bool covers(const Record& record, const Block* block, const Made& made) {
+  return made.first == block->address && made.bytes >= record.end && record.block_begin == 0;
+}
+}  // namespace
+
+// By its node, where that is sure to make the same bytes, or by its call.
+bool Books::can_recompute(const Record& record, const Block* block, const Made& made,
+                          bool of_call) const {
+  const bool by_node = covers(record, block, made) && (made.exact || d_.plan.proven(record.place));
+  return by_node || (of_call && record.block_begin == 0);
+}
+
+Record& Books::save(Block* block, Address first, Address last, Made made, Inside inside) {
+  const bool of_call = made_in(*block, inside);
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
+    const bool again = covers(*record, block, made);
     try {
-      record->place = d_.plan.saved(block->size, Ledger::id_of(*record));
+      record->place = d_.plan.saved(block->size, Ledger::id_of(*record), again ? made : Made{});
     } catch (...) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
     }
+    record->recipe = can_recompute(*record, block, made, of_call);
     if (step_ != record->place.step) {
       step_ = record->place.step;
       d_.clocks.steps.step_began(d_.plan);
@@ -111,6 +128,7 @@ Record& Books::save(Block* block, Address first, Address last) {
     note_occupied();
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());
     block->record = record;
+    record->call = of_call ? inside.call : 0;
     saved_in_use_ += block->size;
   } else {
     // A copy still under way reads what it finds, for nobody.
@@ -122,6 +140,7 @@ Record& Books::save(Block* block, Address first, Address last) {
     const Bytes end = last - block->address + record->block_begin;
     record->begin = std::min(record->begin, begin);
     record->end = std::max(record->end, end);
+    record->recipe = record->recipe && can_recompute(*record, block, made, of_call);
   }
   ++record->handles;
   ++d_.counters.handles;
@@ -129,6 +148,28 @@ Record& Books::save(Block* block, Address first, Address last) {
   d_.counters.records = d_.ledger.size();
   d_.saving = true;
   return *record;
+}
+
+bool Books::made_in(const Block& block, Inside call) {
+  return call.call != 0 && block.serial > call.since && !block.made_again &&
+         (block.record == nullptr || block.record->call == call.call);
+}
+
+void Books::forget_recipe(Record& record) {
+  record.recipe = false;
+  if (record.evictable()) {
+    victims_.put(record);
+  }
+}
+
+// Small budgets are held to the byte: a MiB for each whole GiB.
+bool Books::ignore(Bytes bytes) {
+  if (!d_.budget.armed || d_.debug.evict_everything || bytes >= kSmallCopy ||
+      ignored_ + bytes > d_.budget.high / 1_GiB * 1_MiB) {
+    return false;
+  }
+  ignored_ += bytes;
+  return true;
 }
 
 void Books::drop_handle(Record& record) {
@@ -147,7 +188,9 @@ void Books::close(Record& record) {
   }
   victims_.remove(record);
   if (block == nullptr) {
-    d_.counters.evicted -= record.bytes();
+    Bytes& elsewhere =
+        record.state == RecordState::dropped ? d_.counters.dropped : d_.counters.evicted;
+    elsewhere -= record.bytes();
   } else {
     no_more_ahead(record);
     block->record = nullptr;
@@ -167,6 +210,26 @@ void Books::close(Record& record) {
 
 void Books::leave(Record& record) {
   SH_CHECK(record.evictable() && record.copy.holds_bytes());
+  Block* block = part(record, RecordState::away);
+  ++record.evictions;
+  d_.plan.evicted(record.place);
+  d_.counters.evict(record.bytes());
+  vacate(block);
+}
+
+void Books::drop(Record& record) {
+  SH_CHECK(record.evictable() && record.droppable());
+  Block* block = part(record, RecordState::dropped);
+  record.was_dropped = true;
+  d_.plan.dropped(record.place);
+  ++d_.counters.drops;
+  d_.counters.dropped += record.bytes();
+  d_.counters.dropped_bytes += record.bytes();
+  vacate(block);
+}
+
+// The record and its block go their own ways; the block is to be put away.
+Block* Books::part(Record& record, RecordState state) {
   Block* block = record.block;
   victims_.remove(record);
   if (record.prefetched) {
@@ -178,20 +241,31 @@ void Books::leave(Record& record) {
   record.stall_pair = StallMeter::kNone;
   record.arrived = Tick{};
   record.block = nullptr;
-  record.state.move_to(RecordState::away);
+  record.state.move_to(state);
   d_.prefetcher.look_again();
   block->record = nullptr;
-  d_.plan.evicted(record.place);
-  ++record.evictions;
   d_.counters.freed_bytes += block->size;
-  d_.counters.evict(record.bytes());
-  vacate(block);
+  return block;
+}
+
+void Books::refill(Record& record, Block* block) {
+  SH_CHECK(block->state == BlockState::live && block->record == nullptr);
+  record.block = block;
+  record.block_begin = 0;
+  record.state.move_to(RecordState::device);
+  block->record = &record;
+  d_.plan.returned(record.place);
+  ++d_.counters.recomputes;
+  d_.counters.dropped -= record.bytes();
+  d_.counters.recomputed_bytes += record.bytes();
+  saved_in_use_ += block->size;
 }
 
 void Books::arrive(Record& record, Block* block, bool ahead) {
   record.block = block;
   record.state.move_to(RecordState::device);
   block->record = &record;
+  block->made_again = true;
   ++record.restores;
   d_.plan.returned(record.place);
   d_.counters.evicted -= record.bytes();
@@ -319,6 +393,7 @@ void Books::set_process_limit(Bytes limit) {
 const char* Books::broken() {
   Bytes handles = 0;
   Bytes evicted = 0;
+  Bytes dropped = 0;
   Bytes in_use = 0;
   Bytes ahead = 0;
   std::size_t records = 0;
@@ -341,7 +416,12 @@ const char* Books::broken() {
       if (!r->copy.holds_bytes()) {
         return "O3: an evicted record has no host copy";
       }
-    } else if (r->block != nullptr && r->block->record != r) {
+    } else if (r->state == RecordState::dropped) {
+      dropped += r->bytes();
+      if (!r->recipe || !r->was_dropped || r->clean()) {
+        return "a dropped record has a host copy, or nobody who can make it again";
+      }
+    } else if (r->block->record != r) {
       return "O1: a record and its block do not name each other";
     }
     if (r->copy.state == CopyState::staged && !r->retained()) {
@@ -358,8 +438,8 @@ const char* Books::broken() {
   if (ahead != d_.ahead) {
     return "bytes that came back ahead of need differ from the records";
   }
-  if (evicted != d_.counters.evicted) {
-    return "evicted bytes differ from the counters";
+  if (evicted != d_.counters.evicted || dropped != d_.counters.dropped) {
+    return "evicted or dropped bytes differ from the counters";
   }
   return victims_.broken(d_.ledger);
 }

@@ -45,10 +45,27 @@ class Books {
   // One more handle for the record of the block's storage, which covers [first, last): opened, or
   // widened. Saved again, a storage may have changed since it was copied out, which is legal where
   // nobody asks for the old version any more: its copy is given up.
-  Record& save(Block* block, Address first, Address last);
+  // `made`: the tensor that can be made again, as the storage is now. The record can be as long as
+  // that was said with each of its handles, and covers them; or each was saved in the call that
+  // made it. What two calls save is not dropped: one may ask for it when the other cannot run.
+  Record& save(Block* block, Address first, Address last, Made made = {}, Inside inside = {});
+  // Whether the block was allocated in the call, and its record, if it has one, first saved there.
+  static bool made_in(const Block& block, Inside call);
+  // Nobody can make its bytes again after all.
+  void forget_recipe(Record& record);
   void drop_handle(Record& record);
   // Evicted: its bytes are in its host copy, which is queued at least.
   void leave(Record& record);
+  // Evicted without one: its recipe makes its bytes again. Once in its life at most, so that making
+  // one again for want of another comes to an end.
+  void drop(Record& record);
+  // Its bytes were made again in a live block that is no record's.
+  void refill(Record& record, Block* block);
+  // A saved storage of so many bytes stays on the GPU, as torch's alone, because its eviction could
+  // never pay. False: it is to be saved. As long as the tensor that was passed through is there:
+  // what is ignored at a time is a thousandth of `high` at most.
+  bool ignore(Bytes bytes);
+  void ignored_ended(Bytes bytes) { ignored_ -= bytes; }
   // Its copy in was queued into the block, ahead of need or not.
   void arrive(Record& record, Block* block, bool ahead);
   // The driver refused its copy: no victim until `forgive`, which every attempt begins with.
@@ -82,6 +99,9 @@ class Books {
 
  private:
   void close(Record& record);
+  bool can_recompute(const Record& record, const Block* block, const Made& made,
+                     bool of_call) const;
+  Block* part(Record& record, RecordState state);
   void vacate(Block* block);
   void disarm_if_idle();
 
@@ -91,6 +111,7 @@ class Books {
   std::uint64_t serial_ = 0;
   std::uint32_t step_ = 0;
   Bytes process_limit_;
+  Bytes ignored_ = 0;
   Bytes saved_in_use_ = 0;  // of live blocks that records are of
   bool pool_open_ = false;
 };

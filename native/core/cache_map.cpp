@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/giving_back.hpp"
+
 namespace stagehand::core {
 
 namespace {
@@ -35,6 +37,9 @@ Bytes CacheMap::small_growth() {
 }
 
 void CacheMap::apply(const CacheEvent& event) {
+  if (event.kind == CacheEvent::segment_gone) {
+    GivingBack::segment_goes(event.device);
+  }
   const Lock lock(mutex_);
   if (waiting_) {
     queue_.push_back(event);
@@ -227,7 +232,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (marks_young_) {
-    young_.insert(event.address);
+    young_.insert_or_assign(event.address, ++serial_);
   }
   if (!event.ours) {
     largest_request_ = std::max(largest_request_, bytes);
@@ -313,7 +318,8 @@ CacheMap::Known CacheMap::known_of(Address address) {
   if (const auto found = segment_of(address); found != segments_.end()) {
     known.owner = found->second.owner;
   }
-  known.young = young_.contains(address);
+  const auto young = young_.find(address);
+  known.serial = young != young_.end() ? young->second : 0;
   known.kept = !kept_.empty() && kept_.contains(address);
   return known;
 }
@@ -379,6 +385,11 @@ void CacheMap::begin_step() {
   young_.clear();
   marks_young_ = true;
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
+}
+
+std::uint64_t CacheMap::serial() {
+  const Lock lock(mutex_);
+  return serial_;
 }
 
 bool CacheMap::live(Address address) {

@@ -12,7 +12,7 @@
 #include <memory_resource>
 #include <optional>
 #include <set>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "core/ranked_mutex.hpp"
@@ -66,7 +66,7 @@ class CacheMap {
   // What is known of the block at an address, before it is held.
   struct Known {
     std::optional<Owner> owner;  // nothing where no segment has it
-    bool young = false;          // handed out since the last step began
+    std::uint64_t serial = 0;    // order of allocation since the last step began; 0: before
     bool kept = false;
   };
   Known known_of(Address address);
@@ -82,8 +82,10 @@ class CacheMap {
   Bytes take_largest_request();
   // A request of the engine's own is over: as if it had not been.
   void forget_request(Bytes allocated_peak_before);
-  // A pool is entered: from here on it is known which blocks are younger than this call.
+  // A pool is entered: from here on it is known which blocks are younger than this call, and in
+  // which order they were handed out.
   void begin_step();
+  std::uint64_t serial();  // of the newest
   // Whether torch has handed out a large block at the address.
   bool live(Address address);
   // The block at the address is to be left alone until torch frees it.
@@ -150,7 +152,8 @@ class CacheMap {
   Segments segments_{&nodes_};
   Lives lives_{&nodes_};  // large blocks only
   std::pmr::set<Address> kept_{&nodes_};
-  std::pmr::unordered_set<Address> young_{&nodes_};
+  std::pmr::unordered_map<Address, std::uint64_t> young_{&nodes_};
+  std::uint64_t serial_ = 0;
   bool marks_young_ = false;
   Bytes small_ = 0;                     // reserved in segments of small blocks
   Bytes small_peak_ = 0;                // since the step began

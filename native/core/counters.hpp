@@ -16,7 +16,7 @@ namespace stagehand::core {
 #define STAGEHAND_COUNTERS(X)                                                                   \
   /* bytes now */                                                                               \
   X(mapped) X(occupied) X(retained) X(evicted) X(pinned_bytes) X(pinned_used_bytes)             \
-  X(pinned_waste_bytes) X(pageable_bytes) X(former_bytes)                                       \
+  X(pinned_waste_bytes) X(pageable_bytes) X(former_bytes) X(dropped)                            \
   /* peaks since the last reset */                                                              \
   X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak) X(live_peak)                 \
   /* live bytes with the request, at the worst overshoot: no eviction can hold less */          \
@@ -25,11 +25,12 @@ namespace stagehand::core {
   X(overshoot_saved)                                                                            \
   /* bytes since the start */                                                                   \
   X(overshoot_bytes) X(evicted_bytes) X(freed_bytes) X(restored_bytes) X(requested_bytes)       \
+  X(dropped_bytes) X(recomputed_bytes)                                                          \
   /* events since the start */                                                                  \
   X(host_waits) X(clean_evictions) X(dirty_evictions) X(write_backs) X(restores) X(prefetches)  \
   X(prefetch_hits) X(prefetch_lates) X(alias_hits) X(activations_saved) X(allocations) X(frees) \
   X(hits) X(grows) X(gathers) X(take_ups) X(loans) X(pool_hits) X(pool_misses) X(pageable_copies) X(out_of_memory)   \
-  X(stall_ns) X(stall_count) X(misses) X(map_calls)                                             \
+  X(stall_ns) X(stall_count) X(misses) X(map_calls) X(drops) X(recomputes) X(reruns)            \
   /* counts now */                                                                              \
   X(records) X(handles) X(aliases)
 // clang-format on

@@ -26,6 +26,12 @@ void Departures::retained(Record& record) {
     to_leave_.clear();
     held_back_ = 0;
   }
+  // Not on a guess: what is dropped for nothing costs more than a copy for nothing.
+  if (d_.plan.leaves(record.place) && d_.plan.drops(record.place) && !d_.plan.guesses() &&
+      record.droppable()) {
+    d_.room.drop(record);
+    return;
+  }
   if (d_.plan.leaves(record.place)) {
     held_back_ += write_back(record) ? 0 : 1;
     to_leave_.push_back(Ledger::id_of(record));
@@ -47,7 +53,7 @@ Departures::Staged Departures::stage(Record& record, bool squeeze, Bytes* missin
 // False: the lane's cap holds it back. Never after backward has asked for it.
 bool Departures::write_back(Record& record) {
   Bytes missing = 0;
-  if (record.clean() || !record.evictable() || record.asked) {
+  if (d_.books.victims().leaves_free(record) || !record.evictable() || record.asked) {
     return true;
   }
   if (d_.transfers.out().full()) {

@@ -35,13 +35,16 @@ struct Record {
   Plan::Place place;           // in the step that saved it
   Stated<RecordState> state{RecordState::device};
   bool alive = false;
-  bool waited_for = false;  // a thread waits for its copy without the lock: leave it alone
-  bool outdated = false;    // its storage may have changed meanwhile: that copy is no good
-  bool asked = false;       // backward has unpacked it
-  bool watched = false;     // TorchStore looks whether torch still uses its block
-  bool prefetched = false;  // on the device ahead of need, and not yet asked for
-  bool refused = false;     // the driver refused its copy in this attempt to make room
-  Block* block = nullptr;   // only while on the device
+  bool waited_for = false;   // a thread waits for its copy without the lock: leave it alone
+  bool outdated = false;     // its storage may have changed meanwhile: that copy is no good
+  bool asked = false;        // backward has unpacked it
+  bool watched = false;      // TorchStore looks whether torch still uses its block
+  bool prefetched = false;   // on the device ahead of need, and not yet asked for
+  bool refused = false;      // the driver refused its copy in this attempt to make room
+  bool recipe = false;       // whoever saved it can make its bytes again
+  bool was_dropped = false;  // made again once, it stays or leaves by copy
+  std::uint64_t call = 0;    // of the region that it was first saved in, which made it
+  Block* block = nullptr;    // only while on the device
   // The bytes of the storage that were saved, from its first byte; what travels.
   Bytes begin = 0;
   Bytes end = 0;
@@ -76,6 +79,7 @@ struct Record {
   Filed filed;
 
   bool clean() const { return copy.state != CopyState::none; }
+  bool droppable() const { return recipe && !was_dropped && !clean(); }
   bool evicted() const { return alive && state != RecordState::device; }
   bool retained() const { return block != nullptr && block->state == BlockState::retained; }
   bool evictable() const { return retained() && !waited_for && !refused; }

@@ -60,7 +60,7 @@ void Plan::begin_step(Bytes high, Bytes live) {
   now_ = &steps_.back();
 }
 
-Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
+Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made) {
   if (now_ == nullptr || over(*now_)) {
     begin_step(high_, live_);
   }
@@ -68,6 +68,10 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record) {
   Trace::Entry entry;
   entry.block_bytes = block_bytes;
   entry.record = record;
+  entry.again = made.bytes != 0;
+  entry.kind = made.kind;
+  entry.rests_on = made.rests_on;
+  entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.entries.push_back(entry);
   now_->seen.full.push_back(0);
   ++now_->alive;
@@ -154,6 +158,13 @@ void Plan::evicted(Place place) {
   }
 }
 
+void Plan::dropped(Place place) {
+  evicted(place);
+  if (Step* step = step_of(place.step); step != nullptr) {
+    step->seen.entries[place.index].dropped = true;
+  }
+}
+
 void Plan::returned(Place place) {
   Step* step = step_of(place.step);
   if (step != nullptr && std::exchange(step->seen.entries[place.index].away, false)) {
@@ -164,9 +175,9 @@ void Plan::returned(Place place) {
 // Saved again meanwhile it is in use once more: the last time counts.
 void Plan::retained(Place place) {
   Step* step = step_of(place.step);
-  if (step != nullptr && step->seen.entries[place.index].used == 0) {
-    step->seen.entries[place.index].retained =
-        static_cast<std::uint32_t>(step->seen.full.size() - 1);
+  Trace::Entry* entry = step != nullptr ? &step->seen.entries[place.index] : nullptr;
+  if (entry != nullptr && entry->used == 0 && !entry->dropped) {  // else it was made again
+    entry->retained = static_cast<std::uint32_t>(step->seen.full.size() - 1);
   }
 }
 
@@ -221,39 +232,12 @@ bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
   return true;
 }
 
-// Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
 void Plan::timed(std::uint32_t id, const StepTimes& times) {
   const auto found =
       std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found == traces_.end() || times.points.size() < 2 || times.out_ns == 0 || times.in_ns == 0) {
-    return;
+  if (found != traces_.end() && (*found)->measured(times, rates_)) {
+    ++version_;
   }
-  Trace& trace = **found;
-  const std::size_t moments = trace.full.size();
-  if (times.points.back().moment + 1 != moments) {
-    return;  // it went another way
-  }
-  std::vector<std::uint64_t> at(moments, 0);
-  for (std::size_t i = 1; i < times.points.size(); ++i) {
-    const StepTimes::Point& a = times.points[i - 1];
-    const StepTimes::Point& b = times.points[i];
-    const std::uint64_t ns = b.ns - std::min(a.ns, b.ns);
-    for (std::size_t m = a.moment + 1; m <= b.moment && m < moments; ++m) {
-      const std::uint64_t mine = ns / (b.moment - a.moment);
-      const std::uint64_t before =
-          trace.at_ns.size() == moments ? trace.at_ns[m] - trace.at_ns[m - 1] : mine;
-      at[m] = at[m - 1] + std::min(mine, before);
-    }
-  }
-  trace.at_ns = std::move(at);
-  trace.out_bytes_per_ns = static_cast<double>(times.out_bytes) / static_cast<double>(times.out_ns);
-  trace.in_bytes_per_ns = static_cast<double>(times.in_bytes) / static_cast<double>(times.in_ns);
-  ++trace.timed;
-  trace.choose();
-  if (trace.planned) {
-    trace.expect();
-  }
-  ++version_;
 }
 
 void Plan::requested(Bytes largest) {
@@ -301,12 +285,18 @@ void Plan::learn(Step& step) {
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     Trace::Entry& entry = trace->entries[i];
     entry.away = false;
-    if (planned) {
-      const Trace::Entry& before = (*same)->entries[i];
-      entry.leaves = entry.evicted == before.evicted ? entry.evicted : before.leaves;
+    if (!same_kind) {
+      entry.leaves = entry.evicted;
       continue;
     }
-    trace->entries[i].leaves = fewer ? trace->entries[i].evicted : (*same)->entries[i].evicted;
+    const Trace::Entry& before = (*same)->entries[i];
+    entry.again_ns = before.again_ns;
+    entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
+    const bool as_now = planned ? entry.evicted == before.evicted : fewer;
+    entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
+                           : (fewer ? entry.evicted : before.evicted);
+    // What is to be proven anew is to be dropped still.
+    entry.dropped = as_now && entry.same_recipe(before) ? entry.dropped : before.dropped;
   }
   if (same_kind) {
     trace->id = (*same)->id;
@@ -318,8 +308,7 @@ void Plan::learn(Step& step) {
     trace->timed = (*same)->timed;
     if (trace->full.size() == (*same)->full.size()) {
       trace->at_ns = (*same)->at_ns;
-      trace->out_bytes_per_ns = (*same)->out_bytes_per_ns;
-      trace->in_bytes_per_ns = (*same)->in_bytes_per_ns;
+      trace->rates = (*same)->rates;
       trace->least = (*same)->least;
       if (planned && !trace->at_ns.empty() && trace->fates() != (*same)->fates()) {
         trace->expect();
@@ -372,100 +361,6 @@ void Plan::forget() {
     bytes -= std::min(bytes, traces_.back()->memory());
     traces_.pop_back();
   }
-}
-
-// What the step's trace says of the record; null without one.
-const Trace::Entry* Plan::expected(Place place, const Step** step) const {
-  *step = step_of(place.step);
-  if (*step == nullptr || (*step)->trace == nullptr) {
-    return nullptr;
-  }
-  const std::uint32_t at = (*step)->kin ? (*step)->kin.place_of(place.index) : place.index;
-  return at < (*step)->trace->entries.size() ? &(*step)->trace->entries[at] : nullptr;
-}
-
-bool Plan::leaves(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr) {
-    return false;
-  }
-  return step->kin ? step->kin.leaves(place.index)
-                   : entry->leaves && step->trace->predicts(step->seen.high);
-}
-
-bool Plan::is_new() const {
-  if (now_ == nullptr || now_->diverged) {
-    return now_ == nullptr;
-  }
-  const Trace* trace = now_->trace.get();
-  const Bytes other = trace != nullptr ? trace->high : 0;
-  return std::max(other, high_) - std::min(other, high_) > high_ / Trace::kAlike;
-}
-
-Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr) {
-    return 2 * kUnplanned - order;
-  }
-  return entry->used != 0 ? step->began + entry->used_at : 2 * kUnplanned;
-}
-
-bool Plan::knows(Place place) const {
-  const Step* step = nullptr;
-  return expected(place, &step) != nullptr;
-}
-
-bool Plan::next_after(Place place, Place* next, RecordId* record) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr) {
-    return false;
-  }
-  std::uint32_t index = Kin::kNone;
-  if (step->kin) {
-    index = step->kin.next_after(place.index);
-  } else if (entry->used != 0 && entry->used < step->trace->by_use.size()) {
-    index = step->trace->by_use[entry->used];
-  }
-  if (index >= step->seen.entries.size()) {
-    return false;
-  }
-  *next = {place.step, index};
-  *record = step->seen.entries[index].record;
-  return true;
-}
-
-Bytes Plan::live_after(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr || entry->used == 0) {
-    return 0;
-  }
-  return step->kin ? step->kin.live(entry->used, step->seen.live_before)
-                   : step->trace->live[entry->used];
-}
-
-Bytes Plan::least_after(Place place) const {
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && !step->kin && entry->used != 0 &&
-                 entry->used < step->trace->least.size()
-             ? step->trace->least[entry->used]
-             : 0;
-}
-
-Bytes Plan::unavoidable() const {
-  if (!follows()) {
-    return 0;
-  }
-  const Trace& trace = *now_->trace;
-  Bytes least = trace.repeated != 0 ? trace.unavoidable : 0;
-  if (now_->kin) {
-    least = now_->kin.unavoidable(now_->seen.live_before);
-  }
-  return least > high_ ? least : 0;
 }
 
 PlanState Plan::state() const {

@@ -40,11 +40,12 @@ class Plan {
   // teaches nothing.
   void begin_step(Bytes high, Bytes live);
   // A record was opened over a block of this size.
-  Place saved(Bytes block_bytes, RecordId record = {});
+  Place saved(Bytes block_bytes, RecordId record = {}, const Made& made = {});
   // Only a record needs its block from now on; it left the GPU, it came back; backward asked for
   // it; its last handle is gone.
   void retained(Place place);
   void evicted(Place place);
+  void dropped(Place place);
   void returned(Place place);
   void unpacked(Place place);
   void closed(Place place);
@@ -69,8 +70,24 @@ class Plan {
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
+  // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could
+  // be.
+  bool drops(Place place) const;
+  bool copies(Place place) const;
+  // Whether it was seen to come back bit by bit, in an earlier step at this place.
+  bool proven(Place place) const;
+  // Where it is to be seen in this one, for `proved`: what is to be dropped once it was.
+  struct ToProve {
+    std::uint32_t trace = 0;  // 0: it is not
+    std::uint32_t index = 0;
+    std::uint32_t rests_on = 0;
+  };
+  ToProve to_prove(Place place) const;
+  void proved(ToProve what, bool same);
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
+  // Whether an earlier step inside such a budget says what becomes of the record.
+  bool guides(Place place) const;
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.
@@ -126,6 +143,7 @@ class Plan {
   std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
   std::shared_ptr<Trace> nearest(const Trace& seen) const;
   bool over(const Step& step) const;
+  static bool alike(const Trace* trace, Bytes high);
   void follow(Step& step);
   void follow_kin(Step& step);
   void forget();
@@ -139,6 +157,7 @@ class Plan {
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;
+  LaneRates rates_;
   std::uint32_t learned_ = 0;  // the trace learned last
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
   Use uses_ = 0;

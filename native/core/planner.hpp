@@ -15,13 +15,18 @@
 namespace stagehand::core {
 
 // What becomes of a record between its last use in forward and its use in backward.
-enum class Fate : std::uint8_t { stay, leave };
+enum class Fate : std::uint8_t {
+  stay,
+  leave,  // by a copy
+  drop,   // and made again
+};
 
 struct KnownRecord {
   static constexpr std::uint32_t kNever = ~0u;
   Bytes bytes = 0;
   std::uint32_t retained = kNever;  // the moment from which on it may be copied out
   std::uint32_t used = kNever;      // the moment that begins with its use
+  std::uint64_t again_ns = 0;       // how long it takes to make it again; 0: nobody can
 };
 
 struct KnownStep {
@@ -34,6 +39,13 @@ struct KnownStep {
   double in_bytes_per_ns = 0;
 };
 
+// What the lanes carry, in bytes per ns: what was measured last, of whichever step. Until a copy
+// was, more than most links do: where that is wrong copies are planned, and measured.
+struct LaneRates {
+  double out = 40;
+  double in = 40;
+};
+
 // What was measured of one step.
 struct StepTimes {
   struct Point {
@@ -43,6 +55,12 @@ struct StepTimes {
   std::vector<Point> points;
   Bytes out_bytes = 0;
   Bytes in_bytes = 0;
+  // To make a record of the step again, by its place in the order of saving.
+  struct Again {
+    std::uint32_t index = 0;
+    std::uint64_t ns = 0;
+  };
+  std::vector<Again> again;
   std::uint64_t out_ns = 0;
   std::uint64_t in_ns = 0;
 };
@@ -50,6 +68,8 @@ struct StepTimes {
 struct Forecast {
   std::uint64_t late_ns = 0;  // the GPU waits for the lanes
   Bytes bytes = 0;            // that leave
+  Bytes dropped = 0;
+  std::uint64_t again_ns = 0;  // to make again what is dropped
 };
 
 Forecast forecast(const KnownStep& step, std::span<const Fate> fates);

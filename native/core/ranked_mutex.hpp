@@ -19,24 +19,32 @@ class RankedMutex {
   void lock() {
     SH_CHECK(held() < rank_);
     mutex_.lock();
-    previous_ = held();
-    held() = rank_;
+    if constexpr (kRanked) {
+      previous_ = held();
+      held() = rank_;
+    }
   }
   void unlock() {
-    held() = previous_;
+    if constexpr (kRanked) {
+      held() = previous_;
+    }
     mutex_.unlock();
   }
   // To be said before a driver call that can wait: this thread holds no lock of the core (rule T2).
   static void expect_none_held() { SH_CHECK(held() == 0); }
 
  private:
+  // What a thread holds is a look-up in its own storage, three for a lock: only where it is
+  // checked.
+  static constexpr bool kRanked = STAGEHAND_CHECKS != 0;
+
   static int& held() {
     static thread_local int rank = 0;
     return rank;
   }
   std::mutex mutex_;
-  const int rank_;
-  int previous_ = 0;  // guarded by mutex_
+  [[maybe_unused]] const int rank_;
+  [[maybe_unused]] int previous_ = 0;  // guarded by mutex_
 };
 
 using Lock = std::unique_lock<RankedMutex>;

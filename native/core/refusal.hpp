@@ -11,6 +11,7 @@ enum class Refusal {
   graph_capture,
   no_memory,  // of the host's, for our books
   private_pool,
+  small,  // to evict it could never pay: ignored
 };
 
 }  // namespace stagehand::core

@@ -10,13 +10,26 @@ namespace stagehand::core {
 
 void Room::leave(Record& record) {
   ++d_.counters.clean_evictions;
-  if (d_.debug.poison && d_.store->knows_all_users()) {
-    d_.transfers.poison(record.block);
-  }
+  poison(record);
   d_.books.leave(record);
 }
 
+void Room::drop(Record& record) {
+  poison(record);
+  d_.books.drop(record);
+}
+
+void Room::poison(const Record& record) {
+  if (d_.debug.poison && d_.store->knows_all_users()) {
+    d_.transfers.poison(record.block);
+  }
+}
+
 Evicted Room::evict(Record& record, Attempt& attempt) {
+  if (d_.books.victims().drops(record)) {
+    drop(record);
+    return Evicted::yes;
+  }
   const bool clean = record.clean();
   if (!record.copy.holds_bytes()) {
     if (d_.departures.copy_out(record, attempt.squeeze, &attempt.missing) ==
@@ -38,7 +51,7 @@ Evicted Room::evict(Record& record, Attempt& attempt) {
 Evicted Room::evict_together(std::span<Record* const> records, Attempt& attempt) {
   Bytes missing = 0;
   for (Record* record : records) {
-    if (records.size() > 1 && !record->clean()) {
+    if (records.size() > 1 && !d_.books.victims().leaves_free(*record)) {
       d_.departures.stage(*record, false, &missing);
     }
   }
@@ -73,7 +86,7 @@ void Room::evict_to_low(Bytes incoming) {
     if (record == nullptr) {
       return;
     }
-    if (!record->clean()) {
+    if (!d_.books.victims().leaves_free(*record)) {
       d_.departures.copy_ahead(d_.counters.occupied + incoming - d_.budget.low);
     }
     const Evicted result = evict(*record, attempt);

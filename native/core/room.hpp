@@ -37,6 +37,8 @@ class Room {
   Evicted evict_together(std::span<Record* const> records, Attempt& attempt);
   // A clean record leaves.
   void leave(Record& record);
+  // Evicts a record that its recipe makes again.
+  void drop(Record& record);
   // Whether to try again after an attempt to evict: it did, or there are slabs now, or the record
   // that lacked them was copied to pageable memory instead.
   bool helped(Entry& entry, Evicted result, Attempt& attempt);
@@ -53,6 +55,7 @@ class Room {
 
  private:
   bool copy_out_pageable(Entry& entry, RecordId id);
+  void poison(const Record& record);
 
   Device& d_;
 };

@@ -26,6 +26,7 @@ Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph
     return status;
   }
   block->owned_by_torch = true;
+  block->made_again = false;
   block->fence.clear();  // the stream is behind all of it
   d_.counters.requested_bytes += bytes;
   d_.books.note_occupied();
@@ -68,7 +69,8 @@ bool Runtime::base_of(Address address, Address* base, Bytes* bytes) {
 
 // Walk 2 ------------------------------------------------------------------------------------------
 
-Saved Runtime::save(Address data, Address first, Address last) {
+Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, Made made,
+                    Inside inside) {
   Entry entry(d_.gate);
   Block* block = heap_.find(first);
   if (block == nullptr || block->state != BlockState::live || last > block->end()) {
@@ -78,28 +80,39 @@ Saved Runtime::save(Address data, Address first, Address last) {
     return {Refusal::graph_capture, {}};
   }
   if (block->keep) {
-    return {Refusal::kept, {}};
+    return {Refusal::kept, {}, 0, Books::made_in(*block, inside)};
   }
   // Parameters, buffers and inputs were there before the pool was entered (rule A2).
   if (block->record == nullptr && block->serial <= pool_serial_) {
     return {Refusal::older_than_pool, {}};
   }
+  if (may_ignore && block->record == nullptr && d_.books.ignore(block->size)) {
+    return {Refusal::small, {}, 0, Books::made_in(*block, inside), false, block->size};
+  }
   try {
-    return tagged(block, data, first, last);
+    return tagged(block, data, first, last, made, inside);
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
   }
 }
 
+void Runtime::ignored_ended(Bytes bytes) {
+  Entry entry(d_.gate);
+  d_.books.ignored_ended(bytes);
+}
+
 // A record for the block, or one more handle for the one it has.
-Saved Runtime::tagged(Block* block, Address data, Address first, Address last) {
-  const Record& record = d_.books.save(block, first, last);
+Saved Runtime::tagged(Block* block, Address data, Address first, Address last, Made made,
+                      Inside inside) {
+  const bool of_call = Books::made_in(*block, inside);
+  const Record& record = d_.books.save(block, first, last, made, inside);
   if (d_.counters.occupied > d_.budget.low) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.
     block->clock->note_work(block->size);
   }
-  return {Refusal::none, Ledger::id_of(record), data - block->address + record.block_begin};
+  return {Refusal::none, Ledger::id_of(record), data - block->address + record.block_begin,
+          of_call};
 }
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
@@ -110,6 +123,9 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   d_.departures.flush();
   d_.store->look_around(entry);
   Record& record = *d_.ledger.find(id);  // the handle is the caller's
+  if (record.state == RecordState::dropped) {
+    return {Status::recompute};
+  }
   if (d_.counters.evicted > 0) {
     d_.clocks.of(record.stream).note_work(record.bytes());  // a fine clock for restores, as in save
   }
@@ -127,8 +143,15 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   } else {
     d_.books.revive(record.block);  // another thread may have brought it back, and dropped it
   }
+  const Plan::ToProve proof = record.asked ? Plan::ToProve{} : d_.plan.to_prove(record.place);
   record.asked = true;
-  const Unpacked found = hand_out(entry, record, offset, consumer);
+  Unpacked found = hand_out(entry, record, offset, consumer);
+  if (found.status == Status::ok && proof.trace != 0 && !d_.clocks.of(consumer).captured()) {
+    found.proof = proof;
+    found.saved = found.block->address + record.begin - record.block_begin;
+    found.begin = record.begin;
+    found.bytes = record.bytes();
+  }
   d_.sealer.seal(entry);  // the alias holds the block meanwhile
   return found;
 }
@@ -164,6 +187,81 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
                        elsewhere};
   d_.prefetcher.run(entry, Ledger::id_of(record));
   return found;
+}
+
+void Runtime::note_made(const Record& record, driver::Stream stream) {
+  const bool newest = record.place.step == d_.books.step();
+  d_.clocks.steps.made(stream, newest ? record.place.index : KnownRecord::kNever);
+}
+
+void Runtime::made(RecordId id, driver::Stream stream) {
+  Entry entry(d_.gate);
+  if (const Record* record = d_.ledger.find(id); record != nullptr) {
+    note_made(*record, stream);
+  }
+}
+
+void Runtime::proved(Plan::ToProve what, bool same) {
+  Entry entry(d_.gate);
+  d_.plan.proved(what, same);
+}
+
+void Runtime::making(RecordId, driver::Stream stream) {
+  Entry entry(d_.gate);
+  if (!d_.clocks.of(stream).captured()) {
+    d_.clocks.steps.making(stream);
+  }
+}
+
+bool Runtime::refill(RecordId id, Address first, driver::Stream stream) {
+  Entry entry(d_.gate);
+  Record* record = d_.ledger.find(id);
+  if (record == nullptr || record->state != RecordState::dropped) {
+    return true;
+  }
+  Block* block = heap_.find(first);
+  if (block == nullptr || block->state != BlockState::live || block->address != first ||
+      block->size < record->end || block->record != nullptr || block->in_graph || block->keep) {
+    return false;
+  }
+  fill(*record, block, stream);
+  return true;
+}
+
+// Whoever asks for it is behind the work that makes it, like behind a copy in.
+void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
+  const Tick made = d_.clocks.of(stream).now();
+  d_.books.refill(record, block);
+  record.stream = block->clock->stream();
+  record.arrived = made;
+  block->made_again = true;
+  note_made(record, stream);
+}
+
+std::uint64_t Runtime::serial() {
+  Entry entry(d_.gate);
+  return torch_ != nullptr ? torch_->serial() : d_.books.serial();
+}
+
+bool Runtime::dropped(RecordId id) {
+  Entry entry(d_.gate);
+  const Record* record = d_.ledger.find(id);
+  return record != nullptr && record->state == RecordState::dropped;
+}
+
+void Runtime::forget_recipes(std::span<const RecordId> records) {
+  Entry entry(d_.gate);
+  for (const RecordId id : records) {
+    if (Record* record = d_.ledger.find(id);
+        record != nullptr && record->state != RecordState::dropped) {
+      d_.books.forget_recipe(*record);
+    }
+  }
+}
+
+void Runtime::note_rerun() {
+  Entry entry(d_.gate);
+  ++d_.counters.reruns;
 }
 
 bool Runtime::resident(RecordId id) {
@@ -219,7 +317,7 @@ void Runtime::use_torch(const TorchSide& side, CacheMap& cache) {
 
 // Where the host has no memory for our books, the tensor stays with torch.
 Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address data,
-                         Address first, Address last) {
+                         Address first, Address last, bool may_ignore, Made made, Inside inside) {
   Entry entry(d_.gate);
   if (first < held.address || last > held.address + held.bytes) {
     return {Refusal::foreign_storage, {}};
@@ -229,12 +327,14 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   Block* block = nullptr;
   Saved saved;
   try {
-    block = torch_->hold(held, stream, &fresh, &refusal);
+    std::uint64_t serial = 0;
+    block = torch_->hold(held, stream, may_ignore, &fresh, &refusal, &serial);
     if (block == nullptr) {
-      return {refusal, {}};
+      const bool of_call = inside.call != 0 && serial > inside.since;
+      return {refusal, {}, 0, of_call, false, refusal == Refusal::small ? held.bytes : 0};
     }
     block->owned_by_torch = true;
-    saved = tagged(block, data, first, last);
+    saved = tagged(block, data, first, last, made, inside);
   } catch (const std::bad_alloc&) {
     if (block != nullptr && fresh && block->record == nullptr) {
       torch_->forget(block);
@@ -251,6 +351,42 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   } catch (const std::bad_alloc&) {  // it is saved; what could leave now leaves later
   }
   return saved;
+}
+
+bool Runtime::refill_held(RecordId id, const HeldStorage& held, driver::Stream stream,
+                          bool* took_reference) {
+  Entry entry(d_.gate);
+  *took_reference = false;
+  Record* record = d_.ledger.find(id);
+  if (record == nullptr || record->state != RecordState::dropped) {
+    return true;
+  }
+  if (held.bytes < record->end) {
+    return false;
+  }
+  Refusal refusal = Refusal::none;
+  bool fresh = false;
+  Block* block = nullptr;
+  try {
+    std::uint64_t serial = 0;
+    block = torch_->hold(held, stream, false, &fresh, &refusal, &serial);
+    if (block == nullptr || block->record != nullptr) {
+      return false;
+    }
+    block->owned_by_torch = true;
+    fill(*record, block, stream);
+  } catch (const std::bad_alloc&) {
+    if (block != nullptr && fresh && block->record == nullptr) {
+      torch_->forget(block);
+    }
+    return false;
+  }
+  *took_reference = fresh;
+  try {
+    torch_->saved(entry, *record, stream, fresh);
+  } catch (const std::bad_alloc&) {  // it is there; what could leave now leaves later
+  }
+  return true;
 }
 
 bool Runtime::missed(driver::Stream stream) {

@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,8 +25,10 @@ namespace stagehand::core {
 struct Saved {
   Refusal refusal = Refusal::none;
   RecordId record;
-  Bytes offset = 0;             // of the tensor's first element in its storage
+  Bytes offset = 0;     // of the tensor's first element in its storage
+  bool inside = false;  // it was made in the call that it is saved in; said of refused ones too
   bool took_reference = false;  // to the storage; else the caller gives it up
+  Bytes ignored = 0;            // where refused as small: to be said when that tensor is gone
 };
 
 struct Unpacked {
@@ -34,7 +37,13 @@ struct Unpacked {
   Block* block = nullptr;   // give back with drop_alias
   void* storage = nullptr;  // of torch's, where its own allocator cuts the blocks
   Bytes offset = 0;         // of the tensor's first element in it
-  bool elsewhere = false;   // it was made again on another stream than the consumer's
+  // Where this is to be proven, the saved bytes of the record: what its recipe makes is to be
+  // compared with them, and `proved` told.
+  Plan::ToProve proof = {};
+  Address saved = 0;
+  Bytes begin = 0;  // of the storage
+  Bytes bytes = 0;
+  bool elsewhere = false;  // it was made again on another stream than the consumer's
 };
 
 class Runtime {
@@ -51,10 +60,34 @@ class Runtime {
   // The block's first byte and size, for interior pointers. False: not ours.
   bool base_of(Address address, Address* base, Bytes* bytes);
 
-  // A tensor over the bytes [first, last) was saved; `data` is its first element.
-  Saved save(Address data, Address first, Address last);
-  // Walk 2: the tensor's memory, for work queued on `consumer` from now on.
+  // A tensor over the bytes [first, last) was saved; `data` is its first element. `may_ignore`: it
+  // may be refused as small, for what its eviction would cost. `made`: what the caller can make
+  // again of the storage, as it is now. `inside`: the call of a region that runs.
+  Saved save(Address data, Address first, Address last, bool may_ignore = false, Made made = {},
+             Inside inside = {});
+  // What is allocated from now on has greater numbers.
+  std::uint64_t serial();
+  // What was ignored is gone.
+  void ignored_ended(Bytes bytes);
+  // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
+  // caller is to make the storage's bytes again, give them by `refill`, and ask again.
   Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
+  // What makes a dropped record again is queued on `stream` from here on, until `refill`: for what
+  // it takes.
+  void making(RecordId record, driver::Stream stream);
+  // The bytes of a dropped record, made again on `stream` in the storage that begins at `first`.
+  // False: that storage is not of a kind that records are of, or too small; the record stays
+  // dropped. True without any use of it where another thread was quicker, or the record is gone.
+  bool refill(RecordId record, Address first, driver::Stream stream);
+  // What `making` announced is queued, without a use of it.
+  void made(RecordId record, driver::Stream stream);
+  // Whether a recipe made the very bytes that were saved.
+  void proved(Plan::ToProve what, bool same);
+  bool dropped(RecordId record);
+  // The region is not to run again: of these, what is not dropped yet leaves by copy.
+  void forget_recipes(std::span<const RecordId> records);
+  // A region runs again.
+  void note_rerun();
   // Whether unpack will find the record on the device; where not, it may have to make room.
   bool resident(RecordId record);
   // Bytes saved of the record's storage; 0 when it is gone.
@@ -76,7 +109,10 @@ class Runtime {
   // A tensor over [first, last) of a storage of torch's was saved on `stream`; `data` is its first
   // element. With the GIL.
   Saved save_held(const HeldStorage& held, driver::Stream stream, Address data, Address first,
-                  Address last);
+                  Address last, bool may_ignore = false, Made made = {}, Inside inside = {});
+  // `refill` with a storage of torch's. `took_reference` as in Saved.
+  bool refill_held(RecordId record, const HeldStorage& held, driver::Stream stream,
+                   bool* took_reference);
   // torch's cache found no free block on this thread and will grow next. True: something was given
   // back. Under torch's mutex; never takes the GIL.
   bool missed(driver::Stream stream);
@@ -131,7 +167,9 @@ class Runtime {
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
           Bytes granularity, const std::array<driver::Stream, 4>& lanes);
 
-  Saved tagged(Block* block, Address data, Address first, Address last);
+  void note_made(const Record& record, driver::Stream stream);
+  Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
+  void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();
   void release_graphs(Entry& entry);

@@ -41,7 +41,7 @@ namespace stagehand::core {
 #define STAGEHAND_RECORD_STATES(X)                                                                 \
   X(device,  "its bytes are in a block; evicting it is free where it has a host copy")             \
   X(away,    "its bytes are in a host copy only; unpack brings them back")                         \
-  X(dropped, "it has neither; a recipe makes its bytes again (none does yet)")
+  X(dropped, "it has neither; its recipe makes its bytes again")
 
 #define STAGEHAND_RECORD_MOVES(X)                                                                  \
   X(device,  away,    "evicted")                                                                   \

@@ -1,6 +1,7 @@
 #include "core/step_clock.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/plan.hpp"
 
@@ -20,7 +21,8 @@ void StepClock::step_began(Plan& plan) {
   if (plan.wants_times(&of_, &moments)) {
     measuring_ = true;
     due_ = 1;
-    copies_[0] = copies_[1] = 0;
+    copies_[0] = copies_[1] = again_ = 0;
+    making_ = false;
     last_ = moments;
     every_ = std::max<std::size_t>(1, moments / kPoints);
   }
@@ -41,6 +43,17 @@ void StepClock::note_moment(std::size_t number, driver::Stream stream) {
     due_ = std::min(due_, last_);
   } else {
     measuring_ = false;
+  }
+}
+
+void StepClock::making(driver::Stream stream) {
+  making_ = watches(stream) && !marks_.empty() && again_ < kAgain && note(Kind::again, stream);
+}
+
+void StepClock::made(driver::Stream stream, std::uint32_t index) {
+  if (std::exchange(making_, false) && watches(stream) && note(Kind::made, stream)) {
+    marks_.back().moment = index;
+    ++again_;
   }
 }
 
@@ -80,6 +93,7 @@ bool StepClock::read(StepTimes* times) {
   };
   std::uint64_t idle = 0;
   std::size_t began = 0;
+  std::size_t making = 0;
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     const Mark& mark = marks_[i];
     switch (mark.kind) {
@@ -91,6 +105,15 @@ bool StepClock::read(StepTimes* times) {
       case Kind::waited:
         idle += ns_between(began, i);
         break;
+      case Kind::again:
+        making = i;
+        break;
+      case Kind::made: {
+        const std::uint64_t ns = ns_between(making, i);
+        times->again.push_back({static_cast<std::uint32_t>(mark.moment), ns});
+        idle += ns;
+        break;
+      }
       case Kind::out_ends:
         times->out_bytes += mark.bytes;
         times->out_ns += ns_between(began, i);

@@ -28,17 +28,21 @@ class StepClock {
   // Whether a wait of this stream for a lane is to be measured, and copies are.
   bool watches(driver::Stream stream) const { return measuring_ && stream == stream_; }
 
-  enum class Kind : std::uint8_t { moment, waits, waited, out, out_ends, in, in_ends };
+  enum class Kind : std::uint8_t { moment, waits, waited, out, out_ends, in, in_ends, again, made };
   bool watches_copies(Kind begins) {
     return measuring_ && !marks_.empty() && copies_[begins == Kind::in]++ < kCopies;
   }
+  // A record is about to be made again on that stream; it was, and is that one of its step.
+  void making(driver::Stream stream);
+  void made(driver::Stream stream, std::uint32_t index);
   // False where it was not noted; then its other end is not to be either.
   bool note(Kind kind, driver::Stream stream, Bytes bytes = 0);
 
  private:
   static constexpr std::size_t kPoints = 64;
-  static constexpr std::size_t kMarks = 2048;
-  static constexpr int kCopies = 64;  // are measured, each way
+  static constexpr std::size_t kMarks = 4096;
+  static constexpr int kAgain = 1024;  // are measured
+  static constexpr int kCopies = 64;   // are measured, each way
   struct Mark {
     Kind kind;
     std::size_t moment;
@@ -55,6 +59,8 @@ class StepClock {
   std::size_t every_ = 1;
   std::size_t last_ = 0;
   int copies_[2] = {0, 0};
+  int again_ = 0;
+  bool making_ = false;
   std::vector<Mark> marks_;
   std::vector<driver::Event> events_;  // one for each mark, kept
 };

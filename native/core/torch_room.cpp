@@ -279,7 +279,7 @@ void TorchStore::evict_down(Entry& entry) {
   Attempt attempt;
   while (d_.counters.occupied > target) {
     Record* first = d_.books.victims().last_needed(false);
-    if (first != nullptr && !first->clean()) {
+    if (first != nullptr && !d_.books.victims().leaves_free(*first)) {
       d_.departures.copy_ahead(d_.counters.occupied - target);
     }
     if (!d_.room.helped(entry, evict_last(true, attempt), attempt)) {

@@ -5,12 +5,17 @@
 
 #include "core/check.hpp"
 #include "core/device.hpp"
+#include "core/giving_back.hpp"
 #include "core/requests.hpp"
 
 namespace stagehand::core {
 
 namespace {
-constexpr std::size_t kPolled = 64;  // the newest are what a layer has just let go of
+// The newest are what a layer has just let go of. Each look costs about what reading a storage does
+// that is in no cache: most times only the very newest are looked at.
+constexpr std::size_t kPolled = 64;
+constexpr std::size_t kPolledOften = 8;
+constexpr unsigned kPollTurn = 8;
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
@@ -21,12 +26,14 @@ TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
 
 // Saving ------------------------------------------------------------------------------------------
 
-Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool* fresh, Refusal* why) {
+Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may_ignore,
+                        bool* fresh, Refusal* why, std::uint64_t* serial) {
   refresh();
   if (watched_.capacity() == watched_.size()) {
     watched_.reserve(2 * watched_.size() + 16);  // so that watching what is saved needs no memory
   }
   const CacheMap::Known known = cache_.known_of(held.address);
+  *serial = known.serial;
   *why = Refusal::foreign_storage;
   if (known.kept) {
     *why = Refusal::kept;
@@ -55,11 +62,17 @@ Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool* fr
     return nullptr;
   }
   // Parameters, buffers and inputs were there before the pool was entered (rule A2).
-  if (held_.side().triggers != 0 && !known.young) {
+  if (held_.side().triggers != 0 && known.serial == 0) {
     *why = Refusal::older_than_pool;
     return nullptr;
   }
-  return adopt(held, owner);
+  if (may_ignore && d_.books.ignore(held.bytes)) {
+    *why = Refusal::small;
+    return nullptr;
+  }
+  block = adopt(held, owner);
+  block->serial = known.serial;
+  return block;
 }
 
 void TorchStore::forget(Block* block) {
@@ -78,7 +91,7 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
     d_.clocks.add_user(block, clock);
   }
   watch(record);
-  poll_newest(kPolled);
+  poll();
   leave_later(entry);
 }
 
@@ -87,7 +100,6 @@ Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) 
   with_stream.stream = owner.stream;
   Block* block = held_.adopt(with_stream);
   block->in_mem_pool = owner.pool != CacheMap::Owner{}.pool;
-  block->serial = d_.books.serial();
   return block;
 }
 
@@ -151,10 +163,14 @@ void TorchStore::settle_due(Due& due) {
   }
 }
 
-// Nothing where another thread is at it.
+// Nothing where another thread is at it, or another device cannot be waited for.
 std::optional<Bytes> TorchStore::release_cached() {
   const Bytes before = cache_.usage().reserved;
-  const bool asked = held_.side().release_cached();
+  bool asked = false;
+  {
+    const GivingBack giving(d_.gate.table(), d_.number);  // torch gives back of all devices
+    asked = giving.safe() && held_.side().release_cached();
+  }
   const Bytes released = before - std::min(before, cache_.usage().reserved);
   const Lock lock(d_.gate.mutex());
   ++d_.counters.host_waits;
@@ -194,6 +210,8 @@ bool TorchStore::still_used(RecordId id) {
   record->watched = false;
   return false;
 }
+
+void TorchStore::poll() { poll_newest(++polls_ % kPollTurn == 0 ? kPolled : kPolledOften); }
 
 void TorchStore::poll_newest(std::size_t most) {
   const std::size_t begin = watched_.size() - std::min(watched_.size(), most);
@@ -259,7 +277,7 @@ void TorchStore::refresh() {
 
 void TorchStore::look_around(Entry& entry) {
   refresh();
-  poll_newest(kPolled);
+  poll();
   leave_later(entry);
 }
 

@@ -30,8 +30,12 @@ class TorchStore final : public Store {
   TorchStore(Device& device, const TorchSide& side, CacheMap& cache);
 
   // What of a storage is to be saved; null with the reason where it is not ours to keep. `fresh`:
-  // the reference is ours from here on.
-  Block* hold(const HeldStorage& held, driver::Stream stream, bool* fresh, Refusal* why);
+  // the reference is ours from here on. `serial`: of its allocation, 0 where nobody knows; told of
+  // what is not kept, too.
+  Block* hold(const HeldStorage& held, driver::Stream stream, bool may_ignore, bool* fresh,
+              Refusal* why, std::uint64_t* serial);
+  // Of what torch has handed out last.
+  std::uint64_t serial() { return cache_.serial(); }
   // A storage that was held for nothing: the caller has its reference again.
   void forget(Block* block);
   // After a save: looks whether what a layer has just let go of is ours alone by now.
@@ -81,6 +85,7 @@ class TorchStore final : public Store {
   void take_stuck();
   void watch(Record& record);
   bool still_used(RecordId id);
+  void poll();
   void poll_newest(std::size_t most);
   void poll_others(std::size_t most);
   std::optional<Bytes> release_cached();
@@ -106,8 +111,9 @@ class TorchStore final : public Store {
   TorchLimit limit_;
   std::vector<RecordId> watched_;  // whose blocks torch or backward may still reach; 0 for none
   std::size_t unwatched_ = 0;      // of them none
-  std::size_t cursor_ = 0;         // where poll_others goes on
-  std::vector<void*> orphans_;     // storages to drop with the GIL
+  unsigned polls_ = 0;
+  std::size_t cursor_ = 0;      // where poll_others goes on
+  std::vector<void*> orphans_;  // storages to drop with the GIL
   std::atomic<std::size_t> orphan_count_{0};
   Sight sight_;
   std::vector<Record*> victims_;    // scratch of evict_window

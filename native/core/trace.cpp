@@ -6,6 +6,9 @@ namespace stagehand::core {
 
 namespace {
 constexpr std::size_t kAround = 4;
+// To make a record again, where none of its kind was measured.
+constexpr double kLaunchNs = 10e3;
+constexpr double kSlowNsPerByte = 1.0 / 400;
 }  // namespace
 
 bool Trace::repeats(const Trace& other) const {
@@ -48,17 +51,77 @@ Bytes Trace::request_at(std::size_t place) const {
   return request;
 }
 
+// As measured, else as the quickest of its kind that was, by bytes; else slower than any GPU is.
+std::uint64_t Trace::time_to_make(const Entry& entry) const {
+  if (entry.again_ns != 0) {
+    return entry.again_ns;
+  }
+  double ns_per_byte = 0;
+  for (const Entry& one : entries) {
+    if (one.kind == entry.kind && one.again_ns != 0) {
+      const double its = static_cast<double>(one.again_ns) / static_cast<double>(one.block_bytes);
+      ns_per_byte = ns_per_byte == 0 ? its : std::min(ns_per_byte, its);
+    }
+  }
+  const double bytes = static_cast<double>(entry.block_bytes);
+  return static_cast<std::uint64_t>(ns_per_byte != 0 ? ns_per_byte * bytes
+                                                     : kLaunchNs + bytes * kSlowNsPerByte);
+}
+
 KnownStep Trace::known(std::vector<KnownRecord>* records) const {
   for (const Entry& entry : entries) {
-    records->push_back({entry.block_bytes, entry.retained, entry.used_moment});
+    const bool can = entry.again && entry.proof != Proof::refused;
+    const std::uint64_t again_ns = can ? time_to_make(entry) : 0;
+    records->push_back({entry.block_bytes, entry.retained, entry.used_moment, again_ns});
   }
-  return {*records, full, at_ns, high, out_bytes_per_ns, in_bytes_per_ns};
+  return {*records, full, at_ns, high, rates.out, rates.in};
+}
+
+// Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
+bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
+  const std::size_t moments = full.size();
+  if (times.points.size() < 2 || times.points.back().moment + 1 != moments) {
+    return false;  // it went another way
+  }
+  std::vector<std::uint64_t> at(moments, 0);
+  for (std::size_t i = 1; i < times.points.size(); ++i) {
+    const StepTimes::Point& a = times.points[i - 1];
+    const StepTimes::Point& b = times.points[i];
+    const std::uint64_t ns = b.ns - std::min(a.ns, b.ns);
+    for (std::size_t m = a.moment + 1; m <= b.moment && m < moments; ++m) {
+      const std::uint64_t mine = ns / (b.moment - a.moment);
+      const std::uint64_t before = at_ns.size() == moments ? at_ns[m] - at_ns[m - 1] : mine;
+      at[m] = at[m - 1] + std::min(mine, before);
+    }
+  }
+  at_ns = std::move(at);
+  const auto note = [](double& rate, Bytes bytes, std::uint64_t ns) {
+    rate = ns != 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : rate;
+  };
+  note(known_rates.out, times.out_bytes, times.out_ns);
+  note(known_rates.in, times.in_bytes, times.in_ns);
+  rates = known_rates;
+  for (const StepTimes::Again& one : times.again) {
+    if (one.index < entries.size()) {
+      std::uint64_t& ns = entries[one.index].again_ns;
+      const std::uint64_t took =
+          std::max<std::uint64_t>(one.ns, 1);  // 0 is for what was not measured
+      ns = ns == 0 ? took : std::min(ns, took);
+    }
+  }
+  ++timed;
+  choose();
+  if (planned) {
+    expect();
+  }
+  return true;
 }
 
 std::vector<Fate> Trace::fates() const {
   std::vector<Fate> all;
   for (const Entry& entry : entries) {
-    all.push_back(entry.leaves ? Fate::leave : Fate::stay);
+    const Fate gone = entry.dropped ? Fate::drop : Fate::leave;
+    all.push_back(entry.leaves ? gone : Fate::stay);
   }
   return all;
 }
@@ -69,7 +132,8 @@ void Trace::choose() {
   const std::vector<Fate> chosen = choose_fates(known(&records), was);
   planned = planned || chosen != was;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    entries[i].leaves = chosen[i] == Fate::leave;
+    entries[i].leaves = chosen[i] != Fate::stay;
+    entries[i].dropped = chosen[i] == Fate::drop;
   }
 }
 

@@ -12,16 +12,28 @@ struct Trace {
   static constexpr Bytes kAlike =
       64;  // live memory, and `high`, are alike where they differ by 1/64
 
+  enum class Proof : std::uint8_t { none, proven, refused };
+
   struct Entry {
     Bytes block_bytes = 0;
     RecordId record;
     bool evicted = false;
-    bool leaves = false;  // is to leave in the next step
+    bool dropped = false;        // without a copy
+    std::uint32_t kind = 0;      // Made::kind
+    std::uint32_t rests_on = 0;  // Made::rests_on
+    bool again = false;          // can be made again
+    Proof proof = Proof::none;   // that the same bytes come
+    std::uint64_t again_ns = 0;  // as last measured; 0: never was
+    bool leaves = false;         // is to leave in the next step
     bool away = false;
     std::uint32_t retained = KnownRecord::kNever;  // moments
     std::uint32_t used_moment = KnownRecord::kNever;
     std::uint32_t used = 0;     // the how-maniest of its step that was asked for; 0: never
     std::uint64_t used_at = 0;  // of all that were asked for since the step began
+
+    bool same_recipe(const Entry& other) const {
+      return kind == other.kind && rests_on == other.rests_on;
+    }
   };
   std::uint32_t id = 0;
   std::uint32_t depth = 0;     // steps that waited for their backward when it began
@@ -38,8 +50,7 @@ struct Trace {
   std::vector<Bytes> full{0};
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
-  double out_bytes_per_ns = 0;
-  double in_bytes_per_ns = 0;
+  LaneRates rates;
   int timed = 0;
   bool planned = false;        // the planner chose what leaves
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
@@ -53,11 +64,14 @@ struct Trace {
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 
+  // One such step was measured: chooses by all that were. False: it went another way.
+  bool measured(const StepTimes& times, LaneRates& known_rates);
   // What leaves, by the planner; what that leaves room for.
   void choose();
   void expect();
   KnownStep known(std::vector<KnownRecord>* records) const;
   std::vector<Fate> fates() const;
+  std::uint64_t time_to_make(const Entry& entry) const;
 
   bool repeats(const Trace& other) const;
   // Whether as much was live when both began: else as much more or less has to leave, as where

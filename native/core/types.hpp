@@ -30,12 +30,31 @@ enum class Status {
   driver_failed,  // a driver call failed for another reason than memory
   stale,          // the record named is gone (its generation passed)
   corrupted,      // a host copy differs from what was written to it
+  recompute,      // the record was dropped: it is to be made again, and given by refill
 };
 
 // A record of the ledger. The generation makes an id of a dead record harmless (rule O2).
 struct RecordId {
   std::uint32_t index = 0;
   std::uint32_t generation = 0;
+};
+
+// What a recipe makes again: a tensor that begins where its storage does.
+struct Made {
+  Address first = 0;
+  Bytes bytes = 0;         // 0: there is no recipe
+  std::uint32_t kind = 0;  // of those of one kind the time is that of their bytes
+  bool exact = false;      // the same bytes whenever it runs; else that is to be proven
+  // What a proof rests on beside the place in the step: settings, and the inputs' sizes. Of others
+  // it says nothing.
+  std::uint32_t rests_on = 0;
+};
+
+// The call of a region that something is saved in, which can be made again by running the region
+// once more: where it was allocated since the call began.
+struct Inside {
+  std::uint64_t call = 0;   // its number; 0: none
+  std::uint64_t since = 0;  // Runtime::serial() when it began
 };
 
 }  // namespace stagehand::core

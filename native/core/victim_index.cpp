@@ -43,7 +43,11 @@ void VictimIndex::remove(Record& record) {
 }
 
 bool VictimIndex::planned_to_leave(const Record& record) const {
-  return record.restores == 0 && !record.asked && plan_.leaves(record.place);
+  if (record.restores != 0 || record.asked) {
+    return false;
+  }
+  // Where nobody knows, what can be made again goes first: the lanes have enough to do.
+  return plan_.leaves(record.place) || (!plan_.guides(record.place) && record.droppable());
 }
 
 Plan::Use VictimIndex::need(const Record& record) const {
@@ -54,7 +58,7 @@ void VictimIndex::file(Record& record) {
   Record::Filed& filed = record.filed;
   const Block& block = *record.block;
   filed.at_all = true;
-  filed.clean = record.clean();
+  filed.clean = leaves_free(record);
   filed.small = block.small;
   filed.pool = block.in_mem_pool;
   filed.leaves = planned_to_leave(record);
@@ -204,11 +208,11 @@ const char* VictimIndex::broken(const Ledger& ledger) {
     if (!r->filed.at_all) {
       continue;
     }
-    if (r->filed.clean != r->clean() || r->filed.need != need(*r) ||
+    if (r->filed.clean != leaves_free(*r) || r->filed.need != need(*r) ||
         r->filed.bytes != r->block->size) {
       return "a record is in the index of victims under what it was";
     }
-    clean += r->clean() && !r->asked ? r->block->size : 0;
+    clean += leaves_free(*r) && !r->asked ? r->block->size : 0;
   }
   return clean == clean_bytes_ ? nullptr : "clean bytes differ from the index of victims";
 }

@@ -36,6 +36,12 @@ class VictimIndex {
   Bytes clean_bytes();
   // Whether the record leaves in any case, and has not yet: in which order does not matter.
   bool planned_to_leave(const Record& record) const;
+  // Whether it may be dropped, and is not to leave by a copy.
+  bool drops(const Record& record) const {
+    return record.droppable() && !plan_.copies(record.place);
+  }
+  // Whether it could leave without a copy out.
+  bool leaves_free(const Record& record) const { return record.clean() || drops(record); }
   // When it is needed next; greater is later, kLeaves is never.
   Plan::Use need(const Record& record) const;
   static constexpr Plan::Use kLeaves = ~Plan::Use{0};

@@ -43,7 +43,7 @@ Candidate candidate_of(const Block& block, std::uint32_t out) {
     const Record& record = *block.record;
     found.kind = Candidate::Kind::victim;
     found.age = ~record.filed.need;
-    found.copy = record.clean() ? 0 : kNever;  // its copy would come behind all others
+    found.copy = record.filed.clean ? 0 : kNever;  // its copy would come behind all others
   }
   if (found.copy == 0) {
     for (const Tick& tick : block.fence) {

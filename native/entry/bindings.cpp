@@ -2,11 +2,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
 
 #include "entry/hooks.hpp"
+#include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
@@ -213,6 +215,25 @@ NB_MODULE(_native, module) {
   module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
              "rate_d2h"_a, "rate_h2d"_a, "piece"_a = core::LaneLimits{}.piece);
   module.def("lane_limits", &lane_limits, "device"_a);
+  module.def(
+      "use_tensor_side",
+      [](std::uintptr_t table) {
+        return TorchApi::use_tensors(reinterpret_cast<const core::TensorSide*>(table));
+      },
+      "table"_a);
+  module.def(
+      "proved",
+      [](int device, std::tuple<std::uint32_t, std::uint32_t, std::uint32_t> what, bool same) {
+        const auto [trace, index, rests_on] = what;
+        opened(device).proved({trace, index, rests_on}, same);
+      },
+      "device"_a, "what"_a, "same"_a);
+  module.def(
+      "use_recipe_side",
+      [](std::uintptr_t table) {
+        return Recipe::use(reinterpret_cast<const core::RecipeSide*>(table));
+      },
+      "table"_a);
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
   module.def("enter_torch", &enter_torch, "device"_a);
@@ -223,12 +244,26 @@ NB_MODULE(_native, module) {
 
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks")
-      .def(nb::init<int, nb::object, nb::object>(), "device"_a, "modified"_a, "keep"_a = nb::none())
-      .def("begin_step", &Hooks::begin_step)
+      .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
+           "keep"_a = nb::none(), "proof"_a = nb::none())
+      .def("begin_step", &Hooks::begin_step, "recompute"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);
+  nb::class_<Call>(module, "Call", nb::is_weak_referenceable())
+      .def(nb::init<int>(), "device"_a)
+      .def("collect", [](nb::handle_t<Call> call) { Call::collect(call); })
+      .def(
+          "begin",
+          [](nb::handle_t<Call> call, nb::object node) { Call::begin(call, std::move(node)); },
+          "node"_a)
+      .def("end", &Call::end)
+      .def("capture", &Call::capture);
+  nb::class_<Capture>(module, "Capture")
+      .def("pack", &Capture::pack, "tensor"_a)
+      .def("unpack", &Capture::unpack, "packed"_a)
+      .def("done", &Capture::done);
 }
 
 }  // namespace stagehand::entry

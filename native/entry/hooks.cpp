@@ -4,6 +4,7 @@
 #include <new>
 
 #include "entry/python_side.hpp"
+#include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
 #include "entry/twins.hpp"
@@ -18,7 +19,7 @@ using core::Bytes;
 constexpr std::array<const char*, static_cast<std::size_t>(Reason::count)> kReasonNames = {
     "leaf",    "view_of_leaf",  "subclass",        "layout",
     "neg_bit", "empty",         "foreign_storage", "older_than_pool",
-    "kept",    "graph_capture", "private_pool"};
+    "kept",    "graph_capture", "private_pool",    "small"};
 
 Reason reason_of(core::Refusal refusal) {
   switch (refusal) {
@@ -30,24 +31,26 @@ Reason reason_of(core::Refusal refusal) {
       return Reason::graph_capture;
     case core::Refusal::private_pool:
       return Reason::private_pool;
+    case core::Refusal::small:
+      return Reason::small;
     default:
       return Reason::foreign_storage;
   }
 }
 
-// The bytes from the first to behind the last element, and whether there are any.
-bool extent(const dlpack::Tensor& tensor, Address* first, Address* last) {
-  const Bytes item = (Bytes{tensor.dtype.bits} * tensor.dtype.lanes + 7) / 8;
-  Bytes reach = 0;
-  for (std::int32_t i = 0; i < tensor.ndim; ++i) {
-    if (tensor.shape[i] == 0) {
-      return false;
-    }
-    reach += static_cast<Bytes>(tensor.shape[i] - 1) * static_cast<Bytes>(tensor.strides[i]);
+Reason reason_of(core::SeenTensor::Kind kind) {
+  switch (kind) {
+    case core::SeenTensor::saved_leaf:
+      return Reason::leaf;
+    case core::SeenTensor::view_of_leaf:
+      return Reason::view_of_leaf;
+    case core::SeenTensor::neg_bit:
+      return Reason::neg_bit;
+    case core::SeenTensor::empty:
+      return Reason::empty;
+    default:
+      return Reason::layout;
   }
-  *first = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
-  *last = *first + (reach + 1) * item;
-  return tensor.data != nullptr;
 }
 
 driver::Stream current_stream(const dlpack::Device& device) {
@@ -100,111 +103,31 @@ class HeldReference {
   void* storage_;
 };
 
-// A tensor over a storage of torch's, exactly as the saved one was. Torch holds the storage from
-// then on, and the engine sees that by itself.
-nb::object make_view(const Handle& handle, const core::Unpacked& unpacked,
-                     driver::Stream consumer) {
-  const Geometry& g = handle.geometry;
-  const core::Bytes item = (core::Bytes{g.dtype.bits} * g.dtype.lanes + 7) / 8;
-  core::TensorPlace place;
-  place.offset = static_cast<std::int64_t>(unpacked.offset / item);
-  place.shape = g.shape();
-  place.strides = g.strides();
-  place.ndim = g.ndim;
-  place.dtype = handle.dtype;
-  const core::TorchSide& side = *Registry::get().torch_side();
-  const nb::object tensor = nb::steal(static_cast<PyObject*>(side.wrap(unpacked.storage, &place)));
-  try {
-    if (tensor.is_valid() && unpacked.elsewhere) {
-      side.used_on(unpacked.storage, g.device.id, consumer);
-    }
-  } catch (...) {
-    handle.runtime->drop_alias(unpacked.block);
-    throw;
-  }
-  handle.runtime->drop_alias(unpacked.block);
-  if (!tensor.is_valid()) {
-    throw nb::python_error();
-  }
-  return tensor;
-}
-
-// An alias: what torch's deleter gives back.
-struct Alias {
-  dlpack::ManagedTensor managed;
-  core::Runtime* runtime;
-  core::Block* block;
-  std::array<std::int64_t, 2 * Geometry::kInline> dims;
-  std::unique_ptr<std::int64_t[]> far_dims;
-};
-
-void drop(dlpack::ManagedTensor* managed) {
-  auto* alias = static_cast<Alias*>(managed->manager_ctx);
-  if (!Registry::get().forked()) {
-    alias->runtime->drop_alias(alias->block);
-  }
-  delete alias;
-}
-
-// A tensor over the block, exactly as the saved one was.
-nb::object make_alias(const Handle& handle, const core::Unpacked& unpacked) {
-  const Geometry& g = handle.geometry;
-  // Until torch owns it, this scope gives the block back.
-  std::unique_ptr<Alias, void (*)(Alias*)> alias(new (std::nothrow) Alias{},
-                                                 [](Alias* unused) { drop(&unused->managed); });
-  if (alias == nullptr) {
-    handle.runtime->drop_alias(unpacked.block);
-    throw std::bad_alloc();
-  }
-  alias->managed.manager_ctx = alias.get();
-  alias->runtime = handle.runtime;
-  alias->block = unpacked.block;
-  std::int64_t* dims = alias->dims.data();
-  if (g.ndim > Geometry::kInline) {
-    alias->far_dims = std::make_unique<std::int64_t[]>(2 * static_cast<std::size_t>(g.ndim));
-    dims = alias->far_dims.get();
-  }
-  std::copy_n(g.shape(), 2 * g.ndim, dims);
-  alias->managed.version = {1, 0};
-  alias->managed.deleter = &drop;
-  alias->managed.tensor = {
-      reinterpret_cast<void*>(unpacked.address), g.device, g.ndim, g.dtype, dims, dims + g.ndim, 0};
-  void* tensor = nullptr;
-  if (TorchApi::get().exchange->object_from_managed(&alias->managed, &tensor) != 0) {
-    throw nb::python_error();
-  }
-  alias.release();
-  return nb::steal(static_cast<PyObject*>(tensor));
-}
-
 }  // namespace
-
-void Geometry::set(const dlpack::Tensor& tensor) {
-  device = tensor.device;
-  dtype = tensor.dtype;
-  ndim = tensor.ndim;
-  std::int64_t* dims = near_.data();
-  if (ndim > kInline) {
-    far_.resize(2 * static_cast<std::size_t>(ndim));
-    dims = far_.data();
-  }
-  std::copy_n(tensor.shape, ndim, dims);
-  std::copy_n(tensor.strides, ndim, dims + ndim);
-}
 
 Handle::Handle(Handle&& other) noexcept
     : runtime(other.runtime),
+      ignored_by(other.ignored_by),
+      ignored(other.ignored),
       record(other.record),
       offset(other.offset),
       dtype(other.dtype),
       geometry(std::move(other.geometry)),
-      probe(std::move(other.probe)),
+      followed(std::move(other.followed)),
+      recipe(std::move(other.recipe)),
+      call(std::move(other.call)),
+      index(other.index),
+      made_inside(other.made_inside),
+      passed(std::move(other.passed)),
       version(other.version),
       twin(other.twin) {
-  other.runtime = nullptr;
+  other.runtime = other.ignored_by = nullptr;
 }
 
 Handle::~Handle() {
+  if (ignored_by != nullptr && !Registry::get().forked()) {
+    ignored_by->ignored_ended(ignored);
+  }
   if (runtime != nullptr && !Registry::get().forked()) {
     runtime->drop_handle(record);
     runtime->drop_orphans();
@@ -215,91 +138,102 @@ Handle::~Handle() {
   }
 }
 
-Hooks::Hooks(int device, nb::object modified, nb::object keep)
-    : device_(device), modified_(std::move(modified)), keep_(std::move(keep)) {
+Hooks::Hooks(int device, nb::object modified, nb::object keep, nb::object proof)
+    : device_(device),
+      modified_(std::move(modified)),
+      keep_(std::move(keep)),
+      proof_(std::move(proof)) {
   TorchApi::get();
 }
 
-void Hooks::begin_step() {
+void Hooks::begin_step(bool recompute) {
   order_ = 0;
+  recompute_ = recompute;
+  Call::forget_open();
   Twins::get().sweep_all();
 }
 
-void Hooks::end_step() { Twins::get().sweep_all(); }
+void Hooks::end_step() {
+  Call::forget_open();
+  Twins::get().sweep_all();
+}
 
-// Leaves are kept as they are; anything else without its graph, since a saved output that holds its
-// own node would keep itself alive for ever (rule A4).
-Handle Hooks::pass(nb::handle tensor, Reason reason, bool as_it_is) {
+Handle Hooks::pass(nb::object passed, Reason reason, Handle handle) {
   ++passed_[static_cast<std::size_t>(reason)];
-  const TorchApi& torch = TorchApi::get();
-  Handle handle;
-  handle.probe = as_it_is ? nb::borrow(tensor) : torch.detached(tensor.ptr());
-  handle.version = torch.version_of(handle.probe.ptr());
+  handle.followed = Followed(passed.ptr());
+  handle.version = handle.followed.current();
+  handle.passed = std::move(passed);
   return handle;
 }
 
 Handle Hooks::pack(nb::handle tensor) {
   Twins::get().sweep();
+  Call* const call = Call::open_here();
+  core::SeenTensor seen;
+  Handle handle = pack_in(call, tensor, &seen);
+  Call::maybe_input(tensor);
+  if (call != nullptr) {
+    call->saved(handle, seen);
+  }
+  return handle;
+}
+
+// What is passed through: leaves as they are; anything else without its graph, since a saved output
+// that holds its own node would keep itself alive for ever (rule A4).
+Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
-  const bool leaf = torch.flag(object, torch.is_leaf);
   if (!torch.is_tensor(object)) {
-    return pass(tensor, torch.is_parameter(object) ? Reason::leaf : Reason::subclass, leaf);
+    const bool leaf = torch.flag(object, torch.is_leaf);
+    return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
+                torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
   }
-  if (leaf && torch.flag(object, torch.requires_grad)) {
-    return pass(tensor, Reason::leaf, true);
-  }
-  const nb::object base = nb::steal(PyObject_GetAttr(object, torch.base));
-  if (base.is_valid() && !base.is_none() &&
-      (torch.is_parameter(base.ptr()) ||
-       (torch.flag(base.ptr(), torch.is_leaf) && torch.flag(base.ptr(), torch.requires_grad)))) {
-    return pass(tensor, Reason::view_of_leaf, false);
-  }
-  if (torch.flag_call(object, torch.is_neg)) {
-    return pass(tensor, Reason::neg_bit, leaf);
-  }
-  if (!torch.same_in_dlpack(object)) {
-    return pass(tensor, Reason::layout, leaf);
-  }
-  dlpack::Tensor described{};
-  if (torch.exchange->tensor_from_object(object, &described) != 0) {
-    PyErr_Clear();  // sparse, quantized: DLPack says it cannot carry it
-    return pass(tensor, Reason::layout, leaf);
-  }
-  if (described.dtype.code == dlpack::kComplex && torch.flag_call(object, torch.is_conj)) {
-    return pass(tensor, Reason::layout, leaf);  // the C interface drops the bit without a word
-  }
-  Address first = 0;
-  Address last = 0;
-  if (!extent(described, &first, &last)) {
-    return pass(tensor, Reason::empty, leaf);
-  }
-  core::Runtime* runtime = Registry::get().find(device_);
-  if (runtime == nullptr) {
-    return pass(tensor, Reason::foreign_storage, leaf);
-  }
-  if (!keep_.is_none() && nb::cast<bool>(keep_(tensor, order_++))) {
-    return pass(tensor, Reason::kept, leaf);
+  const core::SeenTensor seen = *looked = torch.look(object);
+  if (seen.kind != core::SeenTensor::plain) {
+    const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
+    return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
   Handle handle;
-  handle.geometry.set(described);
-  handle.probe = torch.version_probe(object);
-  handle.version = torch.version_of(object);
-  const core::Saved saved = runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last)
-                                                  : runtime->save(first, first, last);
+  handle.geometry.set(seen);
+  handle.dtype = seen.dtype;
+  const auto pass_plain = [&](Reason reason) {
+    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason,
+                std::move(handle));
+  };
+  core::Runtime* runtime = Registry::get().find(device_);
+  if (runtime == nullptr) {
+    return pass_plain(Reason::foreign_storage);
+  }
+  if (!keep_.is_none() && nb::cast<bool>(keep_(tensor, order_++))) {
+    return pass_plain(Reason::kept);
+  }
+  const auto first = reinterpret_cast<Address>(seen.data);
+  const Address last = first + handle.geometry.extent();
+  if (recompute_) {
+    handle.recipe = Recipe::of(tensor, call != nullptr ? nb::find(*call) : nb::object());
+  }
+  const core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
+  const core::Saved saved =
+      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, inside)
+                            : runtime->save(first, first, last, true, handle.recipe.made(), inside);
+  handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
-    return pass(tensor, reason_of(saved.refusal), leaf);
+    handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
+    handle.ignored = saved.ignored;
+    return pass_plain(reason_of(saved.refusal));
   }
   handle.runtime = runtime;
   handle.record = saved.record;
   handle.offset = saved.offset;
+  handle.followed = Followed(object);
+  handle.version = handle.followed.current();
   return handle;
 }
 
 // The same where torch's own allocator cuts the blocks: the record is over a reference to the
 // storage, which is given up at once where there is one already, or the storage is not for us.
 core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                             Address first, Address last) const {
+                             Address first, Address last, core::Inside inside) const {
   const core::TorchSide& side = *Registry::get().torch_side();
   if (handle.geometry.device.type != dlpack::kCuda || handle.geometry.device.id != device_) {
     return {core::Refusal::foreign_storage, {}};
@@ -315,8 +249,8 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
   if (side.triggers == 0) {
     note_usage(device_, last - first);
   }
-  const core::Saved saved =
-      runtime.save_held(held, current_stream(handle.geometry.device), first, first, last);
+  const core::Saved saved = runtime.save_held(held, current_stream(handle.geometry.device), first,
+                                              first, last, true, handle.recipe.made(), inside);
   if (saved.took_reference) {
     reference.release();
   }
@@ -330,8 +264,8 @@ void Hooks::raise_modified(const Handle& handle, long version) const {
   for (std::int32_t i = 0; i < g.ndim; ++i) {
     shape.append(g.shape()[i]);
   }
-  nb::object passed = handle.runtime == nullptr ? handle.probe : nb::none();
-  modified_(passed, nb::make_tuple(g.dtype.code, g.dtype.bits, g.dtype.lanes), shape,
+  modified_(handle.runtime == nullptr ? handle.passed : nb::none(),
+            nb::make_tuple(g.dtype.code, g.dtype.bits, g.dtype.lanes), shape,
             g.device.type == dlpack::kCuda, version, handle.version);
   throw nb::value_error("an in-place change was found, but its error was not raised");
 }
@@ -356,13 +290,103 @@ void Hooks::raise_failed(const Handle& handle, core::Status status) {
   throw nb::python_error();
 }
 
+core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
+  const core::TorchSide* side = Registry::get().torch_side();
+  const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library
+  if (in_python) {
+    note_usage(device_, handle.runtime->bytes_of(handle.record));
+  }
+  const PausedCollection paused(in_python);
+  if (in_python || handle.runtime->resident(handle.record)) {
+    return handle.runtime->unpack(handle.record, handle.offset, consumer);
+  }
+  const nb::gil_scoped_release unlocked;  // making room may wait
+  return handle.runtime->unpack(handle.record, handle.offset, consumer);
+}
+
+// The recipe's output beside what was saved, which the caller's tensor keeps where it is.
+void Hooks::prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer) {
+  core::Runtime& runtime = *handle.runtime;
+  const nb::object made =
+      handle.recipe.run(*this, [&] { runtime.making(handle.record, consumer); });
+  runtime.made(handle.record, consumer);
+  const auto first = reinterpret_cast<Address>(TorchApi::get().look(made.ptr()).data);
+  const nb::object differs = nb::steal(static_cast<PyObject*>(
+      Recipe::side()->differ(unpacked.saved, first + unpacked.begin, unpacked.bytes,
+                             handle.geometry.device.type, handle.geometry.device.id)));
+  if (!differs.is_valid()) {
+    throw nb::python_error();
+  }
+  const core::Plan::ToProve& what = unpacked.proof;
+  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on),
+         handle.recipe.op());
+}
+
+bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, Bytes offset) {
+  core::SeenTensor seen;
+  if (const TorchApi& torch = TorchApi::get(); torch.is_tensor(tensor.ptr())) {
+    seen = torch.look(tensor.ptr());
+  }
+  if (seen.kind != core::SeenTensor::plain) {
+    return false;
+  }
+  const Address first = reinterpret_cast<Address>(seen.data) - offset;
+  const driver::Stream stream = current_stream({seen.device_type, seen.device});
+  if (!runtime.uses_torch()) {
+    return runtime.refill(record, first, stream);
+  }
+  const core::TorchSide& side = *Registry::get().torch_side();
+  core::HeldStorage held;
+  std::int32_t dtype = 0;
+  if (side.hold(tensor.ptr(), &held, &dtype) != core::Hold::held) {
+    return false;
+  }
+  HeldReference reference(side, held.storage);
+  bool took = false;
+  const bool taken = held.address == first && runtime.refill_held(record, held, stream, &took);
+  if (took) {
+    reference.release();
+  }
+  return taken;
+}
+
+// A dropped record's storage, made again and given to it. Where its memory is not such as records
+// are of, as inside a MemPool of the user's, a tensor as the saved one was; the record stays
+// dropped.
+nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
+  // Of a call's own, only what is sure to be the same is made by its node.
+  const bool by_node = handle.recipe && handle.recipe.made().exact && handle.recipe.ready();
+  if (handle.made_inside && !by_node) {
+    return Call::of(handle).make(*this, handle, false);
+  }
+  const nb::object made =
+      handle.recipe.run(*this, [&] { handle.runtime->making(handle.record, consumer); });
+  if (refill(*handle.runtime, handle.record, made, 0)) {
+    return {};
+  }
+  const Geometry& g = handle.geometry;
+  const core::TensorPlace place{static_cast<std::int64_t>(handle.offset / g.item_bytes()),
+                                g.shape(), g.strides(), g.ndim, handle.dtype};
+  nb::object tensor = nb::steal(static_cast<PyObject*>(Recipe::side()->view(made.ptr(), &place)));
+  if (!tensor.is_valid()) {
+    throw nb::python_error();
+  }
+  return tensor;
+}
+
 nb::object Hooks::unpack(const Handle& handle) {
-  const TorchApi& torch = TorchApi::get();
-  if (const long version = torch.version_of(handle.probe.ptr()); version != handle.version) {
+  if (handle.call.is_valid()) {
+    Call::of(handle).unpacked();
+  }
+  if (const long version = handle.followed.current(); version != handle.version) {
+    // Legal with torch's own checkpoint, which always runs again: so it is here.
+    if (handle.made_inside && !Registry::get().forked()) {
+      return Call::of(handle).make(*this, handle, true);
+    }
     raise_modified(handle, version);
   }
   if (handle.runtime == nullptr) {
-    return handle.probe;
+    return handle.passed;
   }
   if (Registry::get().forked()) {
     throw std::runtime_error(
@@ -372,28 +396,37 @@ nb::object Hooks::unpack(const Handle& handle) {
   }
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
-  core::Unpacked unpacked;
-  const core::TorchSide* side = Registry::get().torch_side();
-  const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library
-  if (in_python) {
-    note_usage(device_, handle.runtime->bytes_of(handle.record));
-  }
-  const PausedCollection paused(in_python);
-  if (in_python || handle.runtime->resident(handle.record)) {
-    unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
-  } else {
-    const nb::gil_scoped_release unlocked;  // making room may wait
-    unpacked = handle.runtime->unpack(handle.record, handle.offset, consumer);
+  core::Unpacked unpacked = find(handle, consumer);
+  if (unpacked.status == core::Status::recompute) {
+    if (nb::object apart = make_again(handle, consumer); apart.is_valid()) {
+      return handle.followed.shared_by(std::move(apart));
+    }
+    unpacked = find(handle, consumer);
   }
   if (unpacked.status != core::Status::ok) {
     raise_failed(handle, unpacked.status);
   }
-  if (unpacked.storage != nullptr) {
-    return torch.with_version_of(handle.probe.ptr(), make_view(handle, unpacked, consumer));
+  nb::object tensor = tensor_of(handle, unpacked, consumer);
+  if (unpacked.proof.trace != 0 && handle.recipe) {
+    prove(handle, unpacked, consumer);
   }
-  nb::object memory = make_alias(handle, unpacked);
-  nb::object tensor = torch.with_version_of(handle.probe.ptr(), memory);
-  handle.twin = Twins::get().keep(std::move(memory), *handle.runtime, unpacked.block);
+  return tensor;
+}
+
+nb::object Hooks::tensor_of(const Handle& handle, const core::Unpacked& unpacked,
+                            driver::Stream consumer) {
+  if (unpacked.storage != nullptr) {
+    return handle.followed.shared_by(make_view(handle, unpacked, consumer));
+  }
+  if (handle.followed.by_library()) {
+    auto [tensor, storage] = make_alias(handle, unpacked);
+    handle.twin = Twins::get().keep(std::move(storage), *handle.runtime, unpacked.block);
+    return handle.followed.shared_by(std::move(tensor));
+  }
+  nb::object memory = make_alias_by_dlpack(handle, unpacked);
+  nb::object tensor = handle.followed.shared_by(memory);
+  handle.twin =
+      Twins::get().keep(SharedStorage(std::move(memory)), *handle.runtime, unpacked.block);
   return tensor;
 }
 

@@ -9,9 +9,13 @@
 #include <vector>
 
 #include "core/runtime.hpp"
+#include "entry/aliases.hpp"
+#include "entry/recipes.hpp"
 #include "entry/torch_api.hpp"
 
 namespace stagehand::entry {
+
+class Call;
 
 // Why a saved tensor is handed back as it came, in the words of PoolStats.passed_through.
 enum class Reason : std::uint8_t {
@@ -26,24 +30,8 @@ enum class Reason : std::uint8_t {
   kept,
   graph_capture,
   private_pool,
+  small,
   count
-};
-
-// What a tensor is beside its memory.
-struct Geometry {
-  static constexpr std::int32_t kInline = 8;
-
-  void set(const dlpack::Tensor& tensor);
-  const std::int64_t* shape() const { return ndim <= kInline ? near_.data() : far_.data(); }
-  const std::int64_t* strides() const { return shape() + ndim; }
-
-  dlpack::Device device{};
-  dlpack::DataType dtype{};
-  std::int32_t ndim = 0;
-
- private:
-  std::array<std::int64_t, 2 * kInline> near_{};
-  std::vector<std::int64_t> far_;
 };
 
 // What the pack hook gives autograd for one saved tensor. It dies when autograd drops the saved
@@ -56,41 +44,61 @@ class Handle {
   ~Handle();
 
   core::Runtime* runtime = nullptr;  // null: passed through
+  core::Runtime* ignored_by = nullptr;
+  core::Bytes ignored = 0;
   core::RecordId record;
   core::Bytes offset = 0;
-  std::int32_t dtype = 0;  // torch's, where its own allocator cuts the blocks
+  std::int32_t dtype = 0;  // torch's
   Geometry geometry;
-  nb::object probe;  // version probe; where passed through, the tensor itself without its graph
-  long version = 0;
+  Followed followed;
+  Recipe recipe;
+  nb::object call;                 // of the region it was saved in, if any (regions.hpp)
+  std::uint32_t index = 0;         // of the save in there
+  bool made_inside = false;        // that call can make it again
+  nb::object passed;               // where passed through: the tensor itself without its graph
+  long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
 };
 
 class Hooks {
  public:
   // `modified(tensor_or_none, dtype, shape, is_cuda, version, expected)` raises autograd's error
-  // for an in-place change.
-  Hooks(int device, nb::object modified, nb::object keep);
+  // for an in-place change. `proof(differs, device, trace, index, op)` is told of each comparison
+  // of what a recipe made with what was saved: `differs` is a tensor.
+  Hooks(int device, nb::object modified, nb::object keep, nb::object proof);
 
-  // The pool was entered: the order that `keep` is told starts again.
-  void begin_step();
+  // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
+  // again may be dropped.
+  void begin_step(bool recompute);
   // It was left.
   static void end_step();
   Handle pack(nb::handle tensor);
   nb::object unpack(const Handle& handle);
   nb::dict passed_through() const;
+  // Gives a dropped record the storage of a tensor that was made again, whose first element is
+  // `offset` bytes into it. False: that is not such as records are of, and is left alone.
+  bool refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, core::Bytes offset);
 
  private:
-  Handle pass(nb::handle tensor, Reason reason, bool as_it_is);
+  Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
+  Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                        core::Address first, core::Address last) const;
+                        core::Address first, core::Address last, core::Inside inside) const;
+  core::Unpacked find(const Handle& handle, driver::Stream consumer);
+  nb::object make_again(const Handle& handle, driver::Stream consumer);
+  void prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer);
+  nb::object tensor_of(const Handle& handle, const core::Unpacked& unpacked,
+                       driver::Stream consumer);
   [[noreturn]] void raise_modified(const Handle& handle, long version) const;
   [[noreturn]] static void raise_failed(const Handle& handle, core::Status status);
 
   const int device_;
   const nb::object modified_;
   const nb::object keep_;  // predicate, or None
+  const nb::object proof_;
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
+  bool recompute_ = false;
 };
 
 }  // namespace stagehand::entry

@@ -17,21 +17,38 @@ constexpr int kOlder = 4;
 
 }  // namespace
 
+SharedStorage::SharedStorage(nb::object memory)
+    : memory_(std::move(memory)), address_(TorchApi::get().storage_of(memory_.ptr())) {}
+
+SharedStorage::SharedStorage(SharedStorage&& other) noexcept
+    : storage_(std::exchange(other.storage_, nullptr)),
+      memory_(std::move(other.memory_)),
+      address_(std::move(other.address_)) {}
+
+SharedStorage::~SharedStorage() {
+  if (storage_ != nullptr) {
+    TorchApi::tensors()->drop(storage_);
+  }
+}
+
+bool SharedStorage::alone() const {
+  return storage_ != nullptr ? TorchApi::tensors()->use_count(storage_) == 1
+                             : TorchApi::get().storage_use_count(address_.ptr()) == 1;
+}
+
 Twins& Twins::get() {
   static auto* leaked = new Twins;  // tensors of the last steps may outlive the interpreter
   return *leaked;
 }
 
-std::uint64_t Twins::keep(nb::object memory, core::Runtime& runtime, const core::Block* block) {
-  nb::object storage = TorchApi::get().storage_of(memory.ptr());
-  twins_.emplace(++last_, Twin{std::move(memory), std::move(storage), &runtime, block});
+std::uint64_t Twins::keep(SharedStorage storage, core::Runtime& runtime, const core::Block* block) {
+  twins_.emplace(++last_, Twin{std::move(storage), &runtime, block});
   return last_;
 }
 
 // Of none where ours is the storage's only reference, or where nobody else needs the bytes.
 bool Twins::of_use(const Twin& twin) {
-  return twin.runtime->shared(twin.block) &&
-         TorchApi::get().storage_use_count(twin.storage.ptr()) != 1;
+  return twin.runtime->shared(twin.block) && !twin.storage.alone();
 }
 
 // Dropping one may run whatever Python code is waiting, and so change the list.

@@ -23,13 +23,30 @@ namespace stagehand::entry {
 
 namespace nb = nanobind;
 
+// One more reference to a tensor's storage.
+class SharedStorage {
+ public:
+  explicit SharedStorage(void* storage) : storage_(storage) {}  // the tensor library's, taken over
+  explicit SharedStorage(nb::object memory);                    // of the tensor `memory`
+  SharedStorage(SharedStorage&& other) noexcept;
+  SharedStorage& operator=(SharedStorage&&) = delete;
+  ~SharedStorage();
+
+  // Whether nobody else refers to it.
+  bool alone() const;
+
+ private:
+  void* storage_ = nullptr;
+  nb::object memory_;
+  nb::object address_;  // of its storage, as torch's Python has it
+};
+
 class Twins {
  public:
   static Twins& get();
 
-  // `memory` is a tensor over the block, and shares its storage with the one autograd gets. Returns
-  // the twin's number.
-  std::uint64_t keep(nb::object memory, core::Runtime& runtime, const core::Block* block);
+  // `storage` is over the block, and that of the tensor autograd gets. Returns the twin's number.
+  std::uint64_t keep(SharedStorage storage, core::Runtime& runtime, const core::Block* block);
   // Lets the twin go if it is of no more use; 0 is none. These may be called with an error set.
   void look_at(std::uint64_t number);
   // The same for the newest, and for some of the older in turn.
@@ -38,10 +55,9 @@ class Twins {
 
  private:
   struct Twin {
-    nb::object memory;
-    nb::object storage;  // its address, as torch's Python has it
+    SharedStorage storage;
     core::Runtime* runtime;
-    const core::Block* block;  // valid as long as `memory` is there
+    const core::Block* block;  // valid as long as `storage` is there
   };
   using Place = std::map<std::uint64_t, Twin>::iterator;
 

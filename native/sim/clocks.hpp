@@ -54,6 +54,7 @@ struct Access {
   std::uint64_t op = 0;
   std::uint32_t slot = 0;
   OpKind kind = OpKind::kKernel;
+  int device = 0;  // of its stream
   bool before(const VectorClock& now) const { return time <= now.at(slot); }
 };
 

@@ -105,6 +105,10 @@ void stagehand_sim_host_access(const void* address, uint64_t bytes, int is_write
   });
 }
 
+void stagehand_sim_take_from_others(uint64_t address, uint64_t bytes, int device) {
+  control([&](Gpu& machine) { machine.memory.take_from_others({address, bytes}, device); });
+}
+
 void stagehand_sim_drain() {
   std::unique_lock<std::mutex> lock(stagehand::sim::gpu_mutex());
   stagehand::sim::until_not_held(lock, [](Gpu& machine) { return machine.drain(); });

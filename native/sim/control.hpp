@@ -72,6 +72,12 @@ STAGEHAND_SIM_EXPORT void stagehand_sim_pattern(void* out, uint64_t bytes, uint6
 STAGEHAND_SIM_EXPORT void stagehand_sim_host_access(const void* address, uint64_t bytes,
                                                     int is_write);
 
+// These bytes, memory of `device`, are about to go back to the driver, which takes them away from
+// other devices before it waits for anything: a hazard where those have work on them. cuMemFree
+// does the same.
+STAGEHAND_SIM_EXPORT void stagehand_sim_take_from_others(uint64_t address, uint64_t bytes,
+                                                         int device);
+
 // Progress and time.
 // All work finishes, and the host knows. Waits half a minute for values that hold work back.
 STAGEHAND_SIM_EXPORT void stagehand_sim_drain(void);

@@ -107,14 +107,15 @@ STAGEHAND_SIM_API cuMemAlloc(DevicePtr* address, std::size_t bytes) {
 // Waits for the whole device, as the real one was seen to.
 STAGEHAND_SIM_API cuMemFree(DevicePtr address) {
   return memory_call(Function::cuMemFree, [&](Gpu& machine) {
-    const int device = current_device(machine);
-    if (device < 0) {
+    if (current_device(machine) < 0) {
       return kInvalidContext;
     }
     if (address == 0) {
       return kSuccess;
     }
-    const Result done = machine.waited(machine.scheduler.finish_device(device));
+    const int device = machine.memory.begin_free(address);
+    const Result done =
+        device < 0 ? kSuccess : machine.waited(machine.scheduler.finish_device(device));
     return done == kSuccess ? machine.memory.free_allocation(address) : done;
   });
 }

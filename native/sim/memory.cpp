@@ -288,6 +288,20 @@ void Memory::use(const Range& range, const Access& access) {
   }
 }
 
+void Memory::take_from_others(const Range& range, int device) {
+  for (auto it = mapping_over(range.address); it != mappings_.end() && it->first < range.end();
+       ++it) {
+    for (const Access& user : it->second.users) {
+      if (user.device != device && !user.before(host_)) {
+        log_.add(STAGEHAND_SIM_FREE_IN_USE,
+                 "free in use: " + range_text(range) + " is taken from device " +
+                     std::to_string(user.device) + " while " + describe(user) +
+                     " names it and is not known to be complete");
+      }
+    }
+  }
+}
+
 void Memory::double_free(const char* what, std::uint64_t address) {
   char text[160];
   std::snprintf(text, sizeof text, "double free: %s 0x%llx", what,

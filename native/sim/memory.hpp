@@ -77,6 +77,11 @@ class Memory {
   // cuMemAlloc and cuMemFree: the same steps in one.
   Result allocate(DevicePtr* address, std::uint64_t bytes, int device);
   Result free_allocation(DevicePtr address);
+  // The device that an allocation is of, -1 where there is none; the others lose it.
+  int begin_free(DevicePtr address);
+
+  // The driver takes the range, which is memory of `device`, away from all other devices.
+  void take_from_others(const Range& range, int device);
 
   // Registered host memory (pinned), and host memory of our own.
   Result register_host(std::uint64_t address, std::uint64_t bytes);

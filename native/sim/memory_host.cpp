@@ -22,6 +22,16 @@ Result Memory::allocate(DevicePtr* address, std::uint64_t bytes, int device) {
   return kSuccess;
 }
 
+int Memory::begin_free(DevicePtr address) {
+  const auto it = allocations_.find(address);
+  if (it == allocations_.end()) {
+    return -1;
+  }
+  const Physical& physical = *handles_[it->second];
+  take_from_others({address, physical.bytes}, physical.device);
+  return physical.device;
+}
+
 Result Memory::free_allocation(DevicePtr address) {
   const auto it = allocations_.find(address);
   if (it == allocations_.end()) {

@@ -95,7 +95,7 @@ bool Scheduler::captures_here() const {
 
 Access Scheduler::admit(StreamState& stream, OpKind kind) {
   stream.clock.join(host_);
-  return {stream.clock.tick(stream.slot), ++ops_, stream.slot, kind};
+  return {stream.clock.tick(stream.slot), ++ops_, stream.slot, kind, stream.device};
 }
 
 void Scheduler::enqueue(StreamState& stream, Op op) {

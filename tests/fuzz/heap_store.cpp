@@ -18,14 +18,20 @@ bool HeapStore::drop(const Reference& reference) {
   return true;
 }
 
-core::Saved HeapStore::save(const Reference& of, driver::Stream /*on*/, Address first,
-                            Address last) {
-  return runtime(of.device).save(first, first, last);
+core::Saved HeapStore::save(const Reference& of, driver::Stream /*on*/, Address first, Address last,
+                            Again again) {
+  return runtime(of.device).save(first, first, last, false, again.made(of.address, of.bytes),
+                                 again.inside());
+}
+
+bool HeapStore::refill(core::RecordId record, const Reference& with, driver::Stream on) {
+  return runtime(with.device).refill(record, with.address, on);
 }
 
 Status HeapStore::unpack(std::size_t device, core::RecordId record, Bytes offset,
                          driver::Stream consumer, Reference* again) {
   const core::Unpacked unpacked = runtime(device).unpack(record, offset, consumer);
+  say_proved(device, record, unpacked);
   *again = {nullptr, unpacked.block, unpacked.address, 0, device};
   return unpacked.status;
 }

@@ -19,6 +19,19 @@ struct Reference {
   std::size_t device = 0;
 };
 
+// How a storage's bytes can be made again, if at all, as it is saved.
+struct Again {
+  enum How : std::uint32_t { no, exact, to_be_proven, by_call };
+  How how = no;
+  std::uint64_t call = 0;
+
+  core::Made made(core::Address first, core::Bytes bytes) const {
+    return how == exact || how == to_be_proven ? core::Made{first, bytes, how, how == exact}
+                                               : core::Made{};
+  }
+  core::Inside inside() const { return {how == by_call ? call : 0, 0}; }
+};
+
 class Store {
  public:
   virtual ~Store() = default;
@@ -30,7 +43,9 @@ class Store {
   // False: it was not known.
   virtual bool drop(const Reference& reference) = 0;
   virtual core::Saved save(const Reference& of, driver::Stream on, core::Address first,
-                           core::Address last) = 0;
+                           core::Address last, Again again) = 0;
+  // The bytes of a dropped record were made again in a storage, on a stream. False: not taken.
+  virtual bool refill(core::RecordId record, const Reference& with, driver::Stream on) = 0;
   // What backward gets: an alias of the record's bytes from `offset` on.
   virtual core::Status unpack(std::size_t device, core::RecordId record, core::Bytes offset,
                               driver::Stream consumer, Reference* again) = 0;
@@ -48,6 +63,14 @@ class Store {
   virtual std::string left() = 0;
   // Whether all memory is the runtimes' own: they count aliases, and map nothing beyond.
   virtual bool owns_memory() const = 0;
+
+ protected:
+  // What is to be proven is, mostly: the proof would make it again and compare.
+  void say_proved(std::size_t device, core::RecordId record, const core::Unpacked& unpacked) {
+    if (unpacked.proof.trace != 0) {
+      runtime(device).proved(unpacked.proof, record.index % 4 != 0);
+    }
+  }
 };
 
 // The process allocator on every device.
@@ -59,8 +82,9 @@ class HeapStore : public Store {
   core::Runtime& runtime(std::size_t device) override { return *runtimes_[device]; }
   core::Status make(driver::Stream stream, std::uint64_t graph, Reference* made) override;
   bool drop(const Reference& reference) override;
-  core::Saved save(const Reference& of, driver::Stream on, core::Address first,
-                   core::Address last) override;
+  core::Saved save(const Reference& of, driver::Stream on, core::Address first, core::Address last,
+                   Again again) override;
+  bool refill(core::RecordId record, const Reference& with, driver::Stream on) override;
   core::Status unpack(std::size_t device, core::RecordId record, core::Bytes offset,
                       driver::Stream consumer, Reference* again) override;
   void drop_handle(std::size_t device, core::RecordId record) override;

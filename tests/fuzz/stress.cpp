@@ -1,6 +1,7 @@
 #include "fuzz/stress.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <map>
 #include <utility>
@@ -156,6 +157,10 @@ void Stress::allocate(const Instruction& in) {
   say("  at %llx", static_cast<unsigned long long>(tensor.reference.address));
   tensor.storage = std::make_shared<Storage>();
   tensor.storage->captured = captured;
+  tensor.storage->bytes = tensor.reference.bytes;
+  constexpr std::array kHow{Again::no,    Again::no,           Again::no,
+                            Again::exact, Again::to_be_proven, Again::by_call};
+  tensor.storage->again = {kHow[in.more % kHow.size()], 1 + in.pick % 3};
   // One to three views at random places; small blocks whole.
   const Bytes bytes = tensor.reference.bytes;
   std::uint64_t drawn = in.more;
@@ -219,9 +224,12 @@ void Stress::save(const Instruction& in) {
 
 void Stress::save_tensor(const Tensor& tensor, std::size_t view) {
   const Address first = address_of(tensor, view);
+  // What came back may be a part of its storage.
+  const bool whole = tensor.reference.bytes != 0;
+  const Again again = whole && tensor.storage->version == 0 ? tensor.storage->again : Again();
   const core::Saved saved = call([&] {
     return store_.save(tensor.reference, stream(tensor.place), first,
-                       first + tensor.storage->views[view].bytes);
+                       first + tensor.storage->views[view].bytes, again);
   });
   if (saved.refusal != core::Refusal::none) {
     return say("  refused: %d", static_cast<int>(saved.refusal));
@@ -245,10 +253,17 @@ void Stress::unpack(const Instruction& in) {
   }
   order(handle.place, consumer);
   Tensor alias;
-  const Status status = call([&] {
-    return store_.unpack(handle.place.device, handle.record, handle.offset, stream(consumer),
-                         &alias.reference);
-  });
+  const auto ask = [&] {
+    return call([&] {
+      return store_.unpack(handle.place.device, handle.record, handle.offset, stream(consumer),
+                           &alias.reference);
+    });
+  };
+  Status status = ask();
+  if (status == Status::recompute) {
+    status = make_again(handle, consumer);
+    status = status == Status::ok ? ask() : status;
+  }
   if (status != Status::ok) {
     // The whole storage comes back.
     const std::size_t device = handle.place.device;
@@ -265,6 +280,33 @@ void Stress::unpack(const Instruction& in) {
     alias.place = handle.place;
   }
   aliases_.push_back(std::move(alias));
+}
+
+// As the hook does: the storage's op once more, on the stream that asks.
+Status Stress::make_again(const Handle& handle, Place on) {
+  Tensor made;
+  made.place = on;
+  made.reference.bytes = handle.storage->bytes;
+  made.reference.device = on.device;
+  made.storage = std::make_shared<Storage>(*handle.storage);
+  const bool captured =
+      capturing_ && stream(on) == stream(captured_) && on.device == captured_.device;
+  const Status status =
+      call([&] { return store_.make(stream(on), captured ? graph_ : 0, &made.reference); });
+  if (status != Status::ok) {
+    return status;
+  }
+  const driver::ContextGuard guard(table_, contexts_[on.device]);
+  for (const View& view : made.storage->views) {
+    contents_.fill(stream(on), made.reference.address + view.offset, view.bytes, view.seed);
+  }
+  const bool taken = call([&] { return store_.refill(handle.record, made.reference, stream(on)); });
+  call([&] { store_.drop(made.reference); });
+  const std::shared_ptr<Storage> storage = handle.storage;
+  for (Handle& one : handles_) {
+    one.place = taken && one.storage == storage ? on : one.place;
+  }
+  return taken ? Status::ok : Status::out_of_memory;
 }
 
 void Stress::drop_handle(std::uint64_t pick) {
@@ -383,48 +425,6 @@ void Stress::leave_pool() {
   for (std::size_t device = 0; device < store_.devices(); ++device) {
     store_.runtime(device).clear_budget();
   }
-}
-
-// From here to the end of the capture the program allocates on one captured stream and on others,
-// and joins nothing inside with anything outside. The thread is in the relaxed mode, as entry/ is
-// around every call.
-void Stress::begin_capture(const Instruction& in) {
-  const Place place = place_of(in.stream);
-  if (capturing_ || place.stream == 0) {
-    return;
-  }
-  if (!contents_.capture(stream(place), true)) {
-    return;
-  }
-  int mode = driver::kCaptureModeRelaxed;
-  table_.thread_exchange_capture_mode(&mode);
-  capturing_ = true;
-  captured_ = place;
-  graph_ = ++graphs_made_;
-  graphs_.push_back({place.device, graph_});
-  store_.capture(place.device, 1);
-}
-
-void Stress::end_capture() {
-  if (!std::exchange(capturing_, false)) {
-    return;
-  }
-  int mode = 0;
-  table_.thread_exchange_capture_mode(&mode);
-  contents_.capture(stream(captured_), false);
-  store_.capture(captured_.device, -1);
-}
-
-void Stress::release_graph(std::uint64_t pick) {
-  const Graph graph = taken(graphs_, pick);
-  call([&] { store_.release_graph(graph.device, graph.id); });
-}
-
-bool Stress::crosses_capture(Place one, Place two) const {
-  const auto inside = [&](Place place) {
-    return place.device == captured_.device && place.stream == captured_.stream;
-  };
-  return capturing_ && inside(one) != inside(two);
 }
 
 void Stress::fault(const Instruction& in) {

@@ -49,6 +49,8 @@ class Stress {
     bool saved = false;         // a copy of it may be under way
     bool shared = false;        // another stream reads it
     bool captured = false;      // a graph's: it is never saved
+    core::Bytes bytes = 0;
+    Again again;  // while it is not changed
   };
   struct Place {
     std::size_t device = 0;
@@ -80,6 +82,7 @@ class Stress {
   void save(const Instruction& in);
   void save_tensor(const Tensor& tensor, std::size_t view);
   void unpack(const Instruction& in);
+  core::Status make_again(const Handle& handle, Place on);
   void drop_handle(std::uint64_t pick);
   void record_stream(const Instruction& in);
   void write(const Instruction& in);

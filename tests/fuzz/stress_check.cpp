@@ -165,6 +165,7 @@ void Stress::verify_empty() {
     zero("occupied", now.occupied);
     zero("retained", now.retained);
     zero("evicted", now.evicted);
+    zero("dropped", now.dropped);
     zero("pinned_used_bytes", now.pinned_used_bytes);
     zero("pageable_bytes", now.pageable_bytes);
   }

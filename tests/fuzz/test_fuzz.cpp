@@ -81,17 +81,19 @@ class Campaign {
   int report() const {
     std::printf(
         "%llu programs, %llu operations, %llu evicted, %llu restored, %llu prefetched, "
-        "%llu gathered, %llu taken up, %llu lent\n",
+        "%llu gathered, %llu taken up, %llu lent, %llu made again\n",
         number(programs_), number(sum_.operations),
         number(sum_.counters.dirty_evictions + sum_.counters.clean_evictions),
         number(sum_.counters.restores), number(sum_.counters.prefetches),
-        number(sum_.counters.gathers), number(sum_.counters.take_ups), number(sum_.counters.loans));
+        number(sum_.counters.gathers), number(sum_.counters.take_ups), number(sum_.counters.loans),
+        number(sum_.counters.recomputes));
     for (const auto& [kind, count] : kinds_) {
       std::printf("%6llu x %s\n", number(count), kind.c_str());
     }
     // Where a whole batch is copied out for a request, its records leave as clean ones.
     const bool reached = sum_.counters.dirty_evictions + sum_.counters.clean_evictions > 0 &&
-                         sum_.counters.restores > 0 && sum_.counters.prefetches > 0;
+                         sum_.counters.restores > 0 && sum_.counters.prefetches > 0 &&
+                         sum_.counters.recomputes > 0;
     if (!reached) {
       std::printf("the programs did not reach every part of the allocator\n");
     }

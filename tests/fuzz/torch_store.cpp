@@ -154,18 +154,33 @@ bool TorchStore::drop(const Reference& reference) {
 }
 
 // The pack hook, as entry/hooks.cpp does it.
-core::Saved TorchStore::save(const Reference& of, driver::Stream on, Address first, Address last) {
+core::Saved TorchStore::save(const Reference& of, driver::Stream on, Address first, Address last,
+                             Again again) {
   const Gil gil;
   Storage* storage = storage_of(of.storage);
   FakeTorch::hold(storage);
   note_usage();
-  const core::Saved saved = runtime_.save_held({storage, storage, storage->address, storage->bytes},
-                                               on, first, first, last);
+  const core::Saved saved =
+      runtime_.save_held({storage, storage, storage->address, storage->bytes}, on, first, first,
+                         last, false, again.made(storage->address, storage->bytes), again.inside());
   if (!saved.took_reference) {
     drop(of);
   }
   drop_orphans();
   return saved;
+}
+
+bool TorchStore::refill(core::RecordId record, const Reference& with, driver::Stream on) {
+  const Gil gil;
+  Storage* storage = storage_of(with.storage);
+  FakeTorch::hold(storage);
+  bool took = false;
+  const bool taken =
+      runtime_.refill_held(record, {storage, storage, storage->address, storage->bytes}, on, &took);
+  if (!took) {
+    drop(with);
+  }
+  return taken;
 }
 
 // The unpack hook, and what wrap and drop_alias make of it.
@@ -176,6 +191,7 @@ Status TorchStore::unpack(std::size_t /*device*/, core::RecordId record, Bytes o
   if (unpacked.status != Status::ok) {
     return unpacked.status;
   }
+  say_proved(0, record, unpacked);
   const Gil gil;
   FakeTorch::hold(storage_of(unpacked.storage));
   if (unpacked.elsewhere) {
@@ -249,7 +265,7 @@ std::string TorchStore::left() {
   Reference last;
   last.bytes = 5_MiB;
   if (make(nullptr, 0, &last) == Status::ok) {
-    const core::Saved saved = save(last, nullptr, last.address, last.address + 512);
+    const core::Saved saved = save(last, nullptr, last.address, last.address + 512, {});
     if (saved.refusal == core::Refusal::none) {
       drop_handle(0, saved.record);
     }

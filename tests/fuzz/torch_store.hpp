@@ -21,8 +21,9 @@ class TorchStore : public Store {
   core::Runtime& runtime(std::size_t) override { return runtime_; }
   core::Status make(driver::Stream stream, std::uint64_t graph, Reference* made) override;
   bool drop(const Reference& reference) override;
-  core::Saved save(const Reference& of, driver::Stream on, core::Address first,
-                   core::Address last) override;
+  core::Saved save(const Reference& of, driver::Stream on, core::Address first, core::Address last,
+                   Again again) override;
+  bool refill(core::RecordId record, const Reference& with, driver::Stream on) override;
   core::Status unpack(std::size_t device, core::RecordId record, core::Bytes offset,
                       driver::Stream consumer, Reference* again) override;
   void drop_handle(std::size_t device, core::RecordId record) override;

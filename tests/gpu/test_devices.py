@@ -15,6 +15,7 @@ from steps import MIB, TIGHT_ROOM, in_threads, mean_square, mlp, one_step, rows
 from torch import Tensor, nn
 
 STEPS = 5
+BEHIND = 200_000_000  # cycles: a tenth of a second
 MODES = ("allocator", "native", "mempool")
 
 
@@ -107,3 +108,22 @@ def test_of_a_model_on_two_devices_a_pool_moves_what_is_on_its_own(mode: str) ->
         assert one_step(whole, x, pool, across) == expected
     assert pool.stats().evicted_bytes > 0
     assert pool.stats().passed_through["foreign_storage"] > 0
+
+
+def test_memory_that_a_queued_copy_between_devices_names_does_not_go_back(mode: str) -> None:
+    """The first device is far behind the host: its copy to the second is queued still when what it
+    writes is free, and memory goes above high."""
+    with torch.cuda.device(0):
+        whole, x = mlp(), rows()
+    second = whole[3:].to("cuda:1")
+
+    def across(model: nn.Sequential, x: Tensor) -> Tensor:
+        hidden = model[:3](x)
+        torch.cuda._sleep(BEHIND)
+        return mean_square(second, hidden.to("cuda:1")).to("cuda:0")
+
+    expected = one_step(whole, x, loss_of=across)
+    pool = pool_on(0, mode, 60 * MIB)
+    for _ in range(STEPS):
+        assert one_step(whole, x, pool, across) == expected
+    assert pool.stats().evicted_bytes > 0

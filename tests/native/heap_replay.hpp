@@ -61,6 +61,12 @@ inline Machine replay_machine() {
   return with;
 }
 
+// How a record of a trace can be made again, and how long that takes.
+struct Known {
+  std::vector<std::uint64_t> inputs;
+  std::uint64_t ns = 0;
+};
+
 // What one replayed step did.
 struct Step {
   Counters gained;
@@ -91,6 +97,8 @@ class Replay {
   // What the next steps do, from here on.
   void follow(const std::string& name) { follow(read_trace(name)); }
   void follow(std::vector<Event> events) { events_ = std::move(events); }
+  // From here on these can be made again.
+  void make_again(std::map<std::uint64_t, Known> recipes) { recipes_ = std::move(recipes); }
   PlanState plan_state() { return rig_.runtime->plan_state(); }
   Bytes peak() const { return peak_; }
   std::uint64_t unbudgeted_ns() const { return unbudgeted_ns_; }
@@ -126,6 +134,8 @@ class Replay {
     done.gained.overshoot_bytes = after.overshoot_bytes - before.overshoot_bytes;
     done.gained.pageable_copies = after.pageable_copies - before.pageable_copies;
     done.gained.prefetch_lates = after.prefetch_lates - before.prefetch_lates;
+    done.gained.dropped_bytes = after.dropped_bytes - before.dropped_bytes;
+    done.gained.recomputes = after.recomputes - before.recomputes;
     done.gained.restored_bytes = after.restored_bytes - before.restored_bytes;
     done.gained.gathers = after.gathers - before.gathers;
     done.map_calls = after.map_calls - before.map_calls;
@@ -149,7 +159,9 @@ class Replay {
         break;
       case 's': {
         const Address base = blocks_.at(event.b);
-        const Saved saved = runtime.save(base, base + event.first, base + event.last);
+        const auto known = recipes_.find(event.a);
+        const Made made{base, known != recipes_.end() ? event.last : 0, 0, true};
+        const Saved saved = runtime.save(base, base + event.first, base + event.last, false, made);
         CHECK_EQ(saved.refusal, Refusal::none);
         if (!records_.emplace(event.a, saved).second) {
           runtime.drop_handle(saved.record);  // the trace counts one for all
@@ -161,10 +173,7 @@ class Replay {
         records_.erase(event.a);
         break;
       case 'u': {
-        const Saved& saved = records_.at(event.a);
-        const Unpacked again = runtime.unpack(saved.record, saved.offset, stream_);
-        CHECK_EQ(again.status, Status::ok);
-        aliases_[event.b] = again.block;
+        aliases_[event.b] = unpack(event.a);
         break;
       }
       case 'd':
@@ -177,6 +186,31 @@ class Replay {
       default:
         CHECK(false);
     }
+  }
+
+  // As the unpack hook does.
+  Block* unpack(std::uint64_t record) {
+    Runtime& runtime = *rig_.runtime;
+    const Saved& saved = records_.at(record);
+    Unpacked found = runtime.unpack(saved.record, saved.offset, stream_);
+    if (found.status == Status::recompute) {
+      const Known& known = recipes_.at(record);
+      std::vector<Block*> inputs;
+      for (const std::uint64_t input : known.inputs) {
+        inputs.push_back(unpack(input));
+      }
+      runtime.making(saved.record, stream_);
+      const Address made = rig_.allocate(runtime.bytes_of(saved.record), stream_);
+      CHECK_EQ(keep_busy(stream_, known.ns), driver::kSuccess);
+      for (Block* input : inputs) {
+        runtime.drop_alias(input);
+      }
+      CHECK(runtime.refill(saved.record, made, stream_));
+      CHECK(runtime.free(made));
+      found = runtime.unpack(saved.record, saved.offset, stream_);
+    }
+    CHECK_EQ(found.status, Status::ok);
+    return found.block;
   }
 
   driver::Stream stream_of(std::uint64_t number) {
@@ -203,6 +237,7 @@ class Replay {
   Bytes high_ = 0;  // 0 before there is a budget
   std::uint64_t unbudgeted_ns_ = 0;
   std::map<std::uint64_t, Address> blocks_;
+  std::map<std::uint64_t, Known> recipes_;
   std::map<std::uint64_t, Saved> records_;
   std::map<std::uint64_t, Block*> aliases_;
 };

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "sim/control.hpp"
+
 namespace stagehand::core::test {
 
 namespace {
@@ -410,6 +412,7 @@ void FakeTorch::process_events() {
 // Only what is free in the default pool: other pools keep theirs as long as they live.
 bool FakeTorch::release_cached() {
   const RecursiveLock lock(mutex_);
+  release_others();
   release_wholly_free([](const Segment& segment) { return segment.pool == kDefaultPool; });
   return true;
 }
@@ -419,8 +422,12 @@ void FakeTorch::destroy_pool(TorchPool pool) {
   release_wholly_free([&](const Segment& segment) { return segment.pool == pool; });
 }
 
+// As cudaFree does, a segment is taken away from other devices before its own is waited for; before
+// pages are unmapped torch waits for their stream.
 void FakeTorch::release_wholly_free(const std::function<bool(const Segment&)>& which) {
-  table_.ctx_synchronize();
+  if (!pending_.empty() || expandable) {
+    table_.ctx_synchronize();
+  }
   process_events();
   for (auto segment = segments_.begin(); segment != segments_.end();) {
     const auto [address, of] = *segment;
@@ -439,6 +446,8 @@ void FakeTorch::release_wholly_free(const std::function<bool(const Segment&)>& w
     if (of.handle == 0) {
       runtime_.free_segment(address);
     } else {
+      stagehand_sim_take_from_others(address, of.bytes, 0);
+      table_.ctx_synchronize();
       unmap_at(address, of.bytes, of.handle);
       table_.address_free(address, of.bytes);
     }

@@ -49,6 +49,8 @@ class FakeTorch {
   // The block is reused only once what `stream` has queued when it is freed is done.
   void record_stream(const Storage* storage, driver::Stream stream);
   bool release_cached();
+  // What torch has cached on other devices goes back first, in the same call.
+  std::function<void()> release_others = [] {};
   bool expandable = false;            // from the first request on
   std::atomic<bool> blocked{false};   // as torch is while it records a history
   std::atomic<double> fraction{1.0};  // what the engine has set; nothing here keeps to it

@@ -130,6 +130,67 @@ TEST("a slow lane is late, by what it lacks") {
   CHECK(leaving(fates) <= 34 * kSize);
 }
 
+// Made again
+// ----------------------------------------------------------------------------------------
+
+Bytes dropped(const std::vector<Fate>& fates) {
+  return kSize * static_cast<Bytes>(std::count(fates.begin(), fates.end(), Fate::drop));
+}
+
+// Every `every`-th record takes so long to make again.
+void can_make(Made& made, std::size_t every, std::uint64_t ns) {
+  for (std::size_t i = 0; i < made.records.size(); i += every) {
+    made.records[i].again_ns = ns;
+  }
+}
+
+TEST("what cannot leave in time is dropped where that takes less than the lanes") {
+  Made made(one_graph(64), 32 * kSize, 0.25);
+  can_make(made, 1, kMomentNs / 10);
+  const std::vector<Fate> fates = choose_fates(made.step, made.stay);
+  const Forecast told = forecast(made.step, fates);
+  CHECK(told.late_ns < 2 * kMomentNs);
+  CHECK(told.again_ns < 4 * kMomentNs);
+  CHECK(dropped(fates) + leaving(fates) >= 32 * kSize);
+}
+
+TEST("nothing is dropped that leaves and comes back for nothing") {
+  Made made(one_graph(64), 48 * kSize, 1);
+  can_make(made, 1, kMomentNs / 10);
+  const std::vector<Fate> fates = choose_fates(made.step, made.stay);
+  CHECK_EQ(dropped(fates), 0);
+  CHECK_EQ(forecast(made.step, fates).late_ns, 0);
+}
+
+TEST("nothing is dropped that takes longer to make again than to move") {
+  Made made(one_graph(64), 32 * kSize, 0.25);
+  can_make(made, 1, 20 * kMomentNs);
+  CHECK_EQ(dropped(choose_fates(made.step, made.stay)), 0);
+}
+
+// 12 must go, and the lanes carry 8 at the most: those that can be made again are dropped, although
+// they are asked for last.
+TEST("the lanes are kept for what cannot be made again") {
+  Made made(one_graph(64), 52 * kSize, 0.13);
+  for (std::size_t i = 0; i < 8; ++i) {
+    made.records[i].again_ns = kMomentNs / 10;
+  }
+  const std::vector<Fate> fates = choose_fates(made.step, made.stay);
+  const Forecast told = forecast(made.step, fates);
+  CHECK(dropped(fates) >= 4 * kSize);
+  CHECK(leaving(fates) >= 4 * kSize);
+  CHECK(std::none_of(fates.begin(), fates.begin() + 8, [](Fate f) { return f == Fate::leave; }));
+  CHECK(told.late_ns + told.again_ns < 3 * kMomentNs);
+}
+
+TEST("what was dropped for nothing stays, once that is known") {
+  Made made(one_graph(64), 64 * kSize, 1);
+  can_make(made, 1, kMomentNs);
+  std::vector<Fate> was = made.stay;
+  std::fill_n(was.begin(), 32, Fate::drop);
+  CHECK_EQ(dropped(choose_fates(made.step, was)), 0);
+}
+
 TEST("nothing that is not retained, or is never over high, leaves") {
   Made made(one_graph(64), 48 * kSize, 1);
   for (std::size_t i = 0; i < 16; ++i) {

@@ -70,6 +70,88 @@ TEST("a graph dropped on a thread without a context leaves no storage behind") {
   }
 }
 
+// A miss at which torch gives its free segments back: memory was over high before.
+void give_segments_back(HeldRig& rig, driver::Stream s, Bytes in_use = 0) {
+  const HeldTensor large = rig.make(56_MiB, s);
+  CHECK_EQ(rig.torch.reserved(), in_use + 56_MiB);
+  rig.drop(large);
+}
+
+// `later`, of `device`, waits for all that `earlier`, of the other one, has queued so far.
+void order_across(CoreRig& rig, driver::Stream earlier, driver::Stream later, int device) {
+  driver::Event event = nullptr;
+  on_device(rig, 1 - device, [&] {
+    CHECK_EQ(rig.driver.event_create(&event, driver::kEventDisableTiming), 0);
+    CHECK_EQ(rig.driver.event_record(event, earlier), 0);
+  });
+  on_device(rig, device, [&] { CHECK_EQ(rig.driver.stream_wait_event(later, event, 0), 0); });
+  CHECK_EQ(rig.driver.event_destroy(event), 0);
+}
+
+// torch's copy from device to device: both sides' streams wait for each other, and the result may
+// be dropped at once. The driver takes its memory away from the device that writes it before it
+// waits for the one it is of.
+TEST("torch's segments go back only when other devices are done with them") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Machine with = kHeldMachine;
+    with.seed = seed;
+    with.devices = 2;
+    HeldRig rig(with);
+    driver::Stream other = nullptr;
+    on_device(rig, 1, [&] { other = rig.stream(); });
+    rig.budget(64_MiB, 40_MiB);
+    const HeldTensor kept = rig.make(12_MiB, nullptr);
+    const HeldTensor copied = rig.make(54_MiB, nullptr);
+    order_across(rig, nullptr, other, 1);
+    rig.fill(copied, other);
+    order_across(rig, other, nullptr, 0);
+    rig.check(copied, nullptr);
+    rig.drop(copied);
+    give_segments_back(rig, nullptr, 12_MiB);
+    rig.drop(kept);
+    rig.verify_empty();
+  }
+}
+
+// The same the other way round: torch gives back what is free on all devices.
+TEST("segments of another device go back only when this one is done with them") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Machine with = kHeldMachine;
+    with.seed = seed;
+    with.devices = 2;
+    HeldRig rig(with);
+    const driver::Stream s = rig.stream();
+    rig.budget(64_MiB, 40_MiB);
+    rig.drop(rig.make(50_MiB, s));
+    rig.drop(rig.make(52_MiB, s));
+    Address address = 0;
+    driver::PhysicalHandle handle = 0;
+    driver::AllocationProp prop;
+    prop.location.id = 1;
+    const driver::AccessDesc access[] = {{{1, 0}, 3}, {{1, 1}, 3}};
+    CHECK_EQ(rig.driver.mem_create(&handle, 4_MiB, &prop, 0), 0);
+    CHECK_EQ(rig.driver.address_reserve(&address, 4_MiB, 0, 0, 0), 0);
+    CHECK_EQ(rig.driver.mem_map(address, 4_MiB, 0, handle, 0), 0);
+    CHECK_EQ(rig.driver.mem_set_access(address, 4_MiB, access, 2), 0);
+    CHECK_EQ(stagehand_sim_fill(s, address, 4_MiB, 7), 0);  // the copy to it
+    bool gone = false;
+    rig.torch.release_others = [&] {
+      static CacheMap of_other;
+      of_other.apply({CacheEvent::segment, 1, address, 4_MiB, nullptr, {}});
+      of_other.apply({CacheEvent::segment_gone, 1, address, 4_MiB, nullptr, {}});
+      stagehand_sim_take_from_others(address, 4_MiB, 1);
+      CHECK_EQ(rig.driver.mem_unmap(address, 4_MiB), 0);
+      CHECK_EQ(rig.driver.mem_release(handle), 0);
+      CHECK_EQ(rig.driver.address_free(address, 4_MiB), 0);
+      rig.torch.release_others = [] {};
+      gone = true;
+    };
+    give_segments_back(rig, s);
+    CHECK(gone);
+    rig.verify_empty();
+  }
+}
+
 // Whether blocks that a stream of device 1 was said to use, or that it was not, are evicted.
 void evict_beside_user(bool foreign) {
   CoreRig rig({.devices = 2, .classes = {{4_MiB}, {8}}});
@@ -104,6 +186,23 @@ TEST("saved blocks are evicted down to high, the plain case") { evict_beside_use
 
 TEST("one block that a stream of another device uses does not keep the others from leaving") {
   evict_beside_user(true);
+}
+
+TEST("where another device cannot be waited for torch grows, and gives nothing back") {
+  Machine with = kHeldMachine;
+  with.devices = 2;
+  HeldRig rig(with);
+  const driver::Stream s = rig.stream();
+  rig.budget(64_MiB, 40_MiB);
+  const HeldTensor kept = rig.make(12_MiB, s);
+  rig.drop(rig.make(54_MiB, s));
+  CHECK_EQ(stagehand_sim_fail("cuCtxSynchronize", 1, 1, 900), 0);  // a graph is captured there
+  rig.drop(rig.make(56_MiB, s));
+  CHECK_EQ(rig.torch.reserved(), 12_MiB + 54_MiB + 56_MiB);
+  rig.drop(rig.make(58_MiB, s));
+  CHECK_EQ(rig.torch.reserved(), 12_MiB + 58_MiB);
+  rig.drop(kept);
+  rig.verify_empty();
 }
 
 // The first byte of what the driver never copies to the host.

@@ -372,6 +372,56 @@ TEST("storages that are not ours, or reach beyond the block, are refused") {
            Refusal::foreign_storage);
 }
 
+TEST("small storages stay on the GPU, a MiB for each GiB of high at a time, and no more") {
+  Machine machine;
+  machine.memory = 4_GiB;
+  CoreRig rig(machine);
+  const driver::Stream s = rig.stream();
+  rig.budget(2_GiB + 512_MiB, 1_GiB);
+  Bytes ignored = 0;
+  const auto save = [&](Bytes bytes, bool may_ignore) {
+    const Tensor t = rig.make(bytes, s);
+    const Saved saved = rig.runtime->save(t.address, t.address, t.address + t.bytes, may_ignore);
+    CHECK_EQ(saved.ignored, saved.refusal == Refusal::small ? bytes : 0);
+    ignored += saved.ignored;
+    if (saved.refusal == Refusal::none) {
+      rig.runtime->drop_handle(saved.record);
+    }
+    rig.drop(t);
+    return saved.refusal;
+  };
+  CHECK_EQ(save(32_KiB, false), Refusal::none);  // where nobody says that it may
+  CHECK_EQ(save(64_KiB, true), Refusal::none);   // a copy of it costs more than being queued
+  for (Bytes bytes = 0; bytes < 2_MiB; bytes += 32_KiB) {
+    CHECK_EQ(save(32_KiB, true), Refusal::small);
+  }
+  CHECK_EQ(save(512, true), Refusal::none);
+  rig.runtime->ignored_ended(32_KiB);
+  CHECK_EQ(save(16_KiB, true), Refusal::small);
+  CHECK_EQ(ignored, 2_MiB + 16_KiB);
+  rig.budget(1023_MiB, 512_MiB);  // a budget under a GiB is held to the byte
+  rig.runtime->ignored_ended(ignored - 32_KiB);
+  CHECK_EQ(save(512, true), Refusal::none);
+  rig.verify_empty();
+}
+
+TEST("a storage that is saved already is never ignored: its record has one more handle") {
+  Machine machine;
+  machine.memory = 4_GiB;
+  CoreRig rig(machine);
+  const driver::Stream s = rig.stream();
+  rig.budget(3_GiB, 2_GiB);
+  const Tensor t = rig.make(32_KiB, s);
+  const Saved first = rig.runtime->save(t.address, t.address, t.address + t.bytes);
+  const Saved second = rig.runtime->save(t.address, t.address, t.address + t.bytes, true);
+  CHECK_EQ(second.refusal, Refusal::none);
+  CHECK_EQ(rig.counters().records, 1);
+  rig.runtime->drop_handle(first.record);
+  rig.runtime->drop_handle(second.record);
+  rig.drop(t);
+  rig.verify_empty();
+}
+
 // Branches of a program --------------------------------------------------------------------------
 
 TEST("a graph dropped without backward gives everything back, evicted or not") {

@@ -13,6 +13,7 @@ from stagehand_alloc import _doctor
 
 PUBLIC = {
     *("allocator", "pool", "keep", "stats", "reset_peak_stats", "load_config"),
+    *("checkpoint", "when_needed"),
     *("Pool", "PoolStats", "Config", "LaneLimits", "SavedTensorInfo"),
 }
 

@@ -121,9 +121,13 @@ class Footprint:
     start: int
     peak: int
 
+    def high(self, share: float) -> int:
+        """A budget that leaves `share` of the activation memory."""
+        return self.start + int(share * (self.peak - self.start))
+
     def pool(self, share: float) -> stagehand_alloc.Pool:
-        """A pool whose budget leaves `share` of the activation memory."""
-        high = self.start + int(share * (self.peak - self.start))
+        """A pool of that budget."""
+        high = self.high(share)
         return stagehand_alloc.pool(high=high, low=int(0.85 * high))
 
 

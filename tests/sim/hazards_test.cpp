@@ -1,4 +1,5 @@
 // Each kind of hazard, planted once, is found under every seed; the program put right has none.
+#include "sim/api.hpp"
 #include "sim/rig.hpp"
 
 namespace stagehand::sim::test {
@@ -271,6 +272,39 @@ TEST("giving addresses back while memory is mapped there is a free in use") {
     CHECK_EQ(rig.driver.mem_unmap(block, kGranule), 0);
     CHECK_EQ(rig.driver.address_free(block, kGranule), 0);
   });
+}
+
+TEST("cuMemFree takes memory from another device's queued work, whatever waits for that") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    for (const bool broken : {true, false}) {
+      RigSettings with;
+      with.devices = 2;
+      Rig rig(seed, with);
+      driver::DevicePtr address = 0;
+      CHECK_EQ(cuMemAlloc(&address, kBytes), 0);
+      driver::Context other = nullptr;
+      CHECK_EQ(rig.driver.primary_ctx_retain(&other, 1), 0);
+      driver::Event written = nullptr;
+      {
+        const driver::ContextGuard guard(rig.driver, other);
+        const driver::Stream writer = rig.stream();
+        CHECK_EQ(stagehand_sim_fill(writer, address, kBytes, 1), 0);
+        CHECK_EQ(rig.driver.event_create(&written, 0), 0);
+        CHECK_EQ(rig.driver.event_record(written, writer), 0);
+      }
+      CHECK_EQ(rig.driver.stream_wait_event(rig.stream(), written, 0), 0);
+      if (!broken) {
+        const driver::ContextGuard guard(rig.driver, other);
+        CHECK_EQ(rig.driver.ctx_synchronize(), 0);
+      }
+      CHECK_EQ(cuMemFree(address), 0);
+      if (broken) {
+        CHECK_ONE_HAZARD(STAGEHAND_SIM_FREE_IN_USE);
+      } else {
+        CHECK_NO_HAZARD();
+      }
+    }
+  }
 }
 
 TEST("unregistering a slab under a queued copy is a free in use") {

@@ -1,0 +1,51 @@
+// Who leaves and who is dropped, by one pass through a step. Pure.
+#pragma once
+
+#include <cstdint>
+#include <queue>
+#include <vector>
+
+#include "core/step_grid.hpp"
+
+namespace stagehand::core {
+
+// From the first moment that lacks room to the last: what leaves for it is the record asked for
+// last among those whose copies fit into idle time of both lanes. Where none does, that is late by
+// the least, or the one is dropped that takes the least to make again for its bytes, whichever
+// costs the GPU less.
+class Search {
+ public:
+  // `idle`: the share of the lanes' time that is planned with. What takes at most `cheap` ns a byte
+  // to make again leaves the lanes to others: it never leaves by copy.
+  Search(const Grid& grid, double idle, double cheap);
+
+  std::vector<Fate> run();
+
+ private:
+  // The best of those retained in one bucket that may leave by copy.
+  struct Leaving {
+    std::size_t bucket = 0;  // past the last: none
+    double late_ns = 0;      // for a byte
+  };
+  using ByCost = std::pair<double, std::uint32_t>;
+
+  bool take_one(std::size_t t);
+  Leaving best_leaving(std::size_t t);
+  void leave(std::size_t bucket, std::size_t t);
+  void take(std::uint32_t i, std::size_t t);
+  void drop(std::uint32_t i);
+  double again(std::uint32_t i) const { return grid_.records[i].again_ns / grid_.records[i].bytes; }
+
+  const Grid& grid_;
+  Row out_;  // idle time of the lanes, in bytes
+  Row in_;
+  Row away_;
+  Row in_until_;  // idle time of the H2D lane from the moment looked at to before this one
+  std::vector<std::vector<std::uint32_t>> lists_;  // by the bucket in which they are retained
+  std::vector<std::size_t> next_;
+  std::vector<std::vector<std::uint32_t>> again_;  // those that can be made again, likewise
+  std::priority_queue<ByCost, std::vector<ByCost>, std::greater<>> droppable_;  // retained so far
+  std::vector<Fate> fates_;
+};
+
+}  // namespace stagehand::core

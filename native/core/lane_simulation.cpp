@@ -1,0 +1,182 @@
+#include "core/lane_simulation.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace stagehand::core {
+
+std::vector<std::uint32_t> leaving(const Grid& grid, std::span<const Fate> fates) {
+  std::vector<std::uint32_t> order;
+  for (std::uint32_t i = 0; i < fates.size(); ++i) {
+    if (fates[i] == Fate::leave && grid.records[i].retained < grid.records[i].used) {
+      order.push_back(i);
+    }
+  }
+  std::sort(order.begin(), order.end(), [&](auto a, auto b) {
+    return std::pair(grid.records[a].retained, a) < std::pair(grid.records[b].retained, b);
+  });
+  return order;
+}
+
+void place_copies(Grid& grid, std::span<const std::uint32_t> order) {
+  double at = 0;
+  for (const std::uint32_t i : order) {
+    Placed& one = grid.records[i];
+    at = std::max(at, static_cast<double>(one.retained)) + one.bytes / grid.out;
+    one.done = static_cast<std::size_t>(std::min(at, static_cast<double>(grid.buckets)));
+  }
+}
+
+Simulation::Simulation(Grid& grid, std::span<const Fate> fates)
+    : grid_(grid),
+      outs_(leaving(grid, fates)),
+      over_(grid.over),
+      more_ns_(grid.buckets, 0),
+      spare_(grid.buckets, 0),
+      back_(fates.size(), false),
+      gone_(fates.size(), false),
+      ends_(fates.size(), grid.buckets) {
+  for (const std::uint32_t i : outs_) {
+    const Placed& one = grid_.records[i];
+    for (std::size_t b = one.done; b < one.used; ++b) {
+      spare_[b] += one.bytes;
+    }
+    if (one.returns) {
+      ins_.push_back(i);
+    }
+    bytes_ += one.bytes;
+  }
+  for (std::size_t i = 0; i < fates.size(); ++i) {
+    const Placed& one = grid_.records[i];
+    if (fates[i] != Fate::drop || one.retained >= one.used) {
+      continue;
+    }
+    for (std::size_t b = one.retained; b < one.used; ++b) {
+      over_[b] -= one.bytes;
+    }
+    dropped_ += one.bytes;
+    if (one.returns) {
+      more_ns_[one.used] += one.again_ns;
+      again_ns_ += one.again_ns;
+    }
+  }
+  for (std::size_t b = 0; b < grid.buckets; ++b) {
+    spare_[b] -= std::max(0.0, over_[b]);
+  }
+  std::sort(ins_.begin(), ins_.end(), [&](auto a, auto b) {
+    return std::pair(grid_.records[a].used, a) < std::pair(grid_.records[b].used, b);
+  });
+}
+
+Forecast Simulation::run() {
+  double late = 0;
+  for (std::size_t t = 0; t < grid_.buckets; ++t) {
+    now_ = t;
+    const double for_in = arrive(t);  // each lane is idle while the GPU waits for the other one
+    const double for_out = depart(t);
+    late += for_in + for_out;
+    copy_out(t, grid_.out * (1 + (for_in + more_ns_[t]) / grid_.bucket_ns));
+    copy_in(t, grid_.in * (1 + (for_out + more_ns_[t]) / grid_.bucket_ns));
+  }
+  return {static_cast<std::uint64_t>(late), static_cast<Bytes>(bytes_),
+          static_cast<Bytes>(dropped_), static_cast<std::uint64_t>(again_ns_)};
+}
+
+// What is asked for now and is not there.
+double Simulation::arrive(std::size_t t) {
+  double ns = 0;
+  for (; use_ < ins_.size() && grid_.records[ins_[use_]].used <= t; ++use_) {
+    const std::uint32_t i = ins_[use_];
+    const Placed& one = grid_.records[i];
+    if (back_[i] || !gone_[i]) {
+      back_[i] = true;
+      continue;
+    }
+    const double missing =
+        std::max(0.0, one.bytes - (in_ < ins_.size() && ins_[in_] == i ? begun_ : 0));
+    ns += missing / grid_.in * grid_.bucket_ns;
+    come(i, t);
+  }
+  return ns;
+}
+
+void Simulation::come(std::uint32_t i, std::size_t t) {
+  back_[i] = true;
+  away_ -= grid_.records[i].bytes;
+  for (std::size_t b = t; b < grid_.records[i].used; ++b) {
+    spare_[b] -= grid_.records[i].bytes;
+  }
+}
+
+// What must be away now, and is not.
+double Simulation::depart(std::size_t t) {
+  double missing = std::max(0.0, over_[t]) - away_;
+  double ns = 0;
+  while (missing > 0 && out_ < outs_.size() && grid_.records[outs_[out_]].retained <= t) {
+    const std::uint32_t i = outs_[out_];
+    const double rest = grid_.records[i].bytes - done_;
+    ns += rest / grid_.out * grid_.bucket_ns;
+    missing -= grid_.records[i].bytes;
+    leave(i);
+  }
+  if (missing > 0) {  // others leave
+    ns += missing / grid_.out * grid_.bucket_ns;
+    bytes_ += missing;
+    away_ += missing;
+  }
+  return ns;
+}
+
+void Simulation::leave(std::uint32_t i) {
+  ++out_;
+  done_ = 0;
+  ends_[i] = now_;
+  if (!back_[i]) {
+    gone_[i] = true;
+    away_ += grid_.records[i].bytes;
+  }
+}
+
+void Simulation::copy_out(std::size_t t, double room) {
+  while (room > 0 && out_ < outs_.size() && grid_.records[outs_[out_]].retained <= t) {
+    const std::uint32_t i = outs_[out_];
+    const double rest = grid_.records[i].bytes - done_;
+    if (rest > room) {
+      done_ += room;
+      return;
+    }
+    room -= rest;
+    leave(i);
+  }
+}
+
+void Simulation::copy_in(std::size_t t, double room) {
+  while (room > 0 && in_ < ins_.size()) {
+    const std::uint32_t i = ins_[in_];
+    const Placed& one = grid_.records[i];
+    if (back_[i]) {
+      ++in_;
+      begun_ = 0;
+      continue;
+    }
+    if (!gone_[i]) {
+      return;
+    }
+    if (begun_ == 0) {
+      for (std::size_t b = t; b < one.used; ++b) {
+        if (spare_[b] < one.bytes) {
+          return;
+        }
+      }
+    }
+    const double rest = one.bytes - begun_;
+    if (rest > room) {
+      begun_ += room;
+      return;
+    }
+    room -= rest;
+    come(i, t);
+  }
+}
+
+}  // namespace stagehand::core

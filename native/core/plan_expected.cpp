@@ -1,0 +1,157 @@
+// What the step's trace says of its records: questions only, but for `proved`.
+#include "core/plan.hpp"
+
+#include <algorithm>
+
+namespace stagehand::core {
+
+// What the step's trace says of the record; null without one.
+const Trace::Entry* Plan::expected(Place place, const Step** step) const {
+  *step = step_of(place.step);
+  if (*step == nullptr || (*step)->trace == nullptr) {
+    return nullptr;
+  }
+  const std::uint32_t at = (*step)->kin ? (*step)->kin.place_of(place.index) : place.index;
+  return at < (*step)->trace->entries.size() ? &(*step)->trace->entries[at] : nullptr;
+}
+
+bool Plan::leaves(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr) {
+    return false;
+  }
+  return step->kin ? step->kin.leaves(place.index)
+                   : entry->leaves && step->trace->predicts(step->seen.high);
+}
+
+bool Plan::drops(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && entry->dropped;
+}
+
+bool Plan::copies(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && !step->kin && entry->again && !entry->dropped && leaves(place);
+}
+
+bool Plan::proven(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && !step->kin && entry->proof == Trace::Proof::proven &&
+         entry->same_recipe(step->seen.entries[place.index]);
+}
+
+Plan::ToProve Plan::to_prove(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  const bool open = entry != nullptr && !step->kin && entry->dropped &&
+                    entry->proof == Trace::Proof::none &&
+                    entry->same_recipe(step->seen.entries[place.index]);
+  return open ? ToProve{step->trace->id, place.index, entry->rests_on} : ToProve{};
+}
+
+// What differs leaves by a copy from here on, and the rest is planned anew.
+void Plan::proved(ToProve what, bool same) {
+  for (const auto& trace : traces_) {
+    if (trace->id != what.trace || what.index >= trace->entries.size()) {
+      continue;
+    }
+    Trace::Entry& entry = trace->entries[what.index];
+    if (entry.rests_on != what.rests_on) {
+      return;
+    }
+    entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
+    if (!same) {
+      entry.dropped = false;
+      trace->timed = std::min(trace->timed, kTimed - 1);
+    }
+    ++version_;
+  }
+}
+
+bool Plan::is_new() const {
+  if (now_ == nullptr || now_->diverged) {
+    return now_ == nullptr;
+  }
+  return !alike(now_->trace.get(), high_);
+}
+
+bool Plan::guides(Place place) const {
+  const Step* step = step_of(place.step);
+  return step != nullptr && alike(step->trace.get(), step->seen.high);
+}
+
+bool Plan::alike(const Trace* trace, Bytes high) {
+  const Bytes other = trace != nullptr ? trace->high : 0;
+  return std::max(other, high) - std::min(other, high) <= high / Trace::kAlike;
+}
+
+Plan::Use Plan::next_use(Place place, std::uint64_t order) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr) {
+    return 2 * kUnplanned - order;
+  }
+  return entry->used != 0 ? step->began + entry->used_at : 2 * kUnplanned;
+}
+
+bool Plan::knows(Place place) const {
+  const Step* step = nullptr;
+  return expected(place, &step) != nullptr;
+}
+
+bool Plan::next_after(Place place, Place* next, RecordId* record) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr) {
+    return false;
+  }
+  std::uint32_t index = Kin::kNone;
+  if (step->kin) {
+    index = step->kin.next_after(place.index);
+  } else if (entry->used != 0 && entry->used < step->trace->by_use.size()) {
+    index = step->trace->by_use[entry->used];
+  }
+  if (index >= step->seen.entries.size()) {
+    return false;
+  }
+  *next = {place.step, index};
+  *record = step->seen.entries[index].record;
+  return true;
+}
+
+Bytes Plan::live_after(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  if (entry == nullptr || entry->used == 0) {
+    return 0;
+  }
+  return step->kin ? step->kin.live(entry->used, step->seen.live_before)
+                   : step->trace->live[entry->used];
+}
+
+Bytes Plan::least_after(Place place) const {
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  return entry != nullptr && !step->kin && entry->used != 0 &&
+                 entry->used < step->trace->least.size()
+             ? step->trace->least[entry->used]
+             : 0;
+}
+
+Bytes Plan::unavoidable() const {
+  if (!follows()) {
+    return 0;
+  }
+  const Trace& trace = *now_->trace;
+  Bytes least = trace.repeated != 0 ? trace.unavoidable : 0;
+  if (now_->kin) {
+    least = now_->kin.unavoidable(now_->seen.live_before);
+  }
+  return least > high_ ? least : 0;
+}
+
+}  // namespace stagehand::core

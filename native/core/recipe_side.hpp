@@ -1,0 +1,45 @@
+// What the hooks ask of autograd: how a saved tensor was made, and to make it again. By a table
+// like that of core/tensor_side.hpp, filled by the recipe library, which is built against the
+// installed torch's headers (torch_hook/recipes.cpp). Without it nothing is dropped. Plain C types
+// only: the two sides may come from different compilers.
+//
+// All with the GIL, which the core never has: only entry/ calls this.
+#pragma once
+
+#include "core/torch_side.hpp"
+
+namespace stagehand::core {
+
+// `made.exact`: elementwise, each element by itself.
+struct FoundRecipe {
+  static constexpr std::uint32_t kInputs = 3;  // at most
+
+  void* recipe = nullptr;  // null: nobody knows how it was made
+  Made made;
+  const char* op = nullptr;
+  std::uint32_t inputs = 0;
+  void* input[kInputs] = {};  // what the pack hook gave for each: PyObject*, the recipe's reference
+};
+
+struct RecipeSide {
+  static constexpr std::uint32_t kVersion = 1;
+  std::uint32_t version = 0;
+  std::uint32_t size = 0;  // of this table, in bytes
+
+  // How the whole storage of a tensor was made, where an autograd node did that, whose inputs are
+  // all saved: `handle` is the type of what the pack hook gives. Of an unchanged storage only.
+  void (*find)(void* tensor, void* handle, FoundRecipe* found) = nullptr;
+  // A new tensor (PyObject*) of the same sizes, strides and dtype, of inputs as they were then
+  // (PyObject* each), on the current stream. Null with a Python error set; `differs`, without one:
+  // what came is of another size, stride or dtype.
+  void* (*run)(void* recipe, void* const* inputs, bool* differs) = nullptr;
+  // A new tensor (PyObject*) over a part of a tensor's storage. Null with a Python error set.
+  void* (*view)(void* tensor, const TensorPlace* place) = nullptr;
+  // A new tensor (PyObject*), true where any of those bytes on a device differ: by work queued on
+  // the current stream. Null with a Python error set.
+  void* (*differ)(Address one, Address other, Bytes bytes, std::int32_t device_type,
+                  std::int32_t device) = nullptr;
+  void (*forget)(void* recipe) = nullptr;
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,100 @@
+#include "entry/recipes.hpp"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "entry/hooks.hpp"
+
+namespace stagehand::entry {
+
+namespace {
+// What a proof rests on, of one input: sizes and strides choose the kernel.
+std::uint32_t mixed(std::uint32_t word, const Geometry& of) {
+  for (std::int32_t i = 0; i < 2 * of.ndim; ++i) {
+    word = (word ^ static_cast<std::uint32_t>(of.shape()[i])) * 16777619U;  // FNV-1a's prime
+  }
+  return word;
+}
+}  // namespace
+
+Recipe Recipe::of(nb::handle tensor, nb::handle call) {
+  Recipe recipe;
+  if (side_ == nullptr) {
+    return recipe;
+  }
+  side_->find(tensor.ptr(), nb::type<Handle>().ptr(), &recipe.found_);
+  bool apart = false;
+  for (std::uint32_t i = 0; i < recipe.found_.inputs; ++i) {
+    const auto* input =
+        nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
+    recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
+    recipe.found_.made.rests_on = mixed(recipe.found_.made.rests_on, input->geometry);
+    apart |= input->call.is_valid() && !input->call.is(call);
+  }
+  return recipe.depth_ <= kDepth && !apart ? std::move(recipe) : Recipe();
+}
+
+Recipe& Recipe::operator=(Recipe&& other) noexcept {
+  std::swap(found_, other.found_);
+  std::swap(depth_, other.depth_);
+  return *this;
+}
+
+Recipe::~Recipe() {
+  if (found_.recipe != nullptr) {
+    side_->forget(found_.recipe);
+  }
+}
+
+bool Recipe::ready() const {
+  for (std::uint32_t i = 0; i < found_.inputs; ++i) {
+    const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
+    if (input->runtime != nullptr && input->runtime->dropped(input->record)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+nb::object Recipe::run(Hooks& hooks, const std::function<void()>& making) const {
+  std::array<nb::object, core::FoundRecipe::kInputs> inputs;
+  std::array<void*, core::FoundRecipe::kInputs> raw{};
+  for (std::uint32_t i = 0; i < found_.inputs; ++i) {
+    inputs[i] =
+        hooks.unpack(*nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i]))));
+    raw[i] = inputs[i].ptr();
+  }
+  making();
+  bool differs = false;
+  nb::object made =
+      nb::steal(static_cast<PyObject*>(side_->run(found_.recipe, raw.data(), &differs)));
+  if (differs) {
+    raise_recompute(std::string("A saved output of ") + found_.op +
+                        ", made again for backward, has other sizes, strides or another dtype than "
+                        "it had, or a "
+                        "parameter that it is made of has changed since.",
+                    "Pass recompute=False to the pool, and report what computes it.");
+  }
+  if (!made.is_valid()) {
+    throw nb::python_error();
+  }
+  return made;
+}
+
+void raise_recompute(const std::string& what, const char* todo) {
+  const nb::object type = nb::module_::import_("stagehand_alloc._errors").attr("RecomputeError");
+  const nb::object error = type(what.c_str(), todo);
+  PyErr_SetObject(type.ptr(), error.ptr());
+  throw nb::python_error();
+}
+
+std::string Recipe::use(const core::RecipeSide* table) {
+  if (table->version != core::RecipeSide::kVersion || table->size != sizeof(core::RecipeSide)) {
+    return "it was built for another version of stagehand_alloc";
+  }
+  side_ = table;
+  return {};
+}
+
+}  // namespace stagehand::entry

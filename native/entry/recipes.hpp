@@ -1,0 +1,67 @@
+// How a saved tensor can be made again, as its handle knows it, and making it. With the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <functional>
+#include <string>
+
+#include "core/recipe_side.hpp"
+#include "core/runtime.hpp"
+
+namespace stagehand::entry {
+
+namespace nb = nanobind;
+
+class Handle;
+class Hooks;
+
+// One handle's: it keeps the handles of its inputs. They go later than it by themselves, in nearly
+// every graph: whoever needs an output runs before the node that made it.
+class Recipe {
+ public:
+  Recipe() = default;
+  // Of a tensor that is about to be saved in this call of a region, or in none; none where nobody
+  // knows, or another call may have to run for its inputs.
+  static Recipe of(nb::handle tensor, nb::handle call);
+  Recipe(Recipe&& other) noexcept : found_(other.found_), depth_(other.depth_) {
+    other.found_ = {};
+  }
+  Recipe& operator=(Recipe&& other) noexcept;
+  ~Recipe();
+
+  explicit operator bool() const { return found_.recipe != nullptr; }
+  // Its op, for messages.
+  const char* op() const { return found_.op; }
+  // What it makes, where it is now; nothing where nobody knows.
+  core::Made made() const { return found_.made; }
+  // Whether none of its inputs has to be made again first.
+  bool ready() const;
+  // Makes it again from its inputs, which may have to be made again first. Raises what torch does,
+  // and RecomputeError where something else came.
+  // `making` is called when those are there.
+  nb::object run(Hooks& hooks, const std::function<void()>& making) const;
+
+  // The recipe library's table; null where it is not loaded. Set once.
+  static const core::RecipeSide* side() { return side_; }
+  // Takes the table if it is of this version; else says why not.
+  static std::string use(const core::RecipeSide* table);
+
+ private:
+  // Recipes of recipes: so many are made again for one, at most, so that this needs little memory.
+  static constexpr unsigned kDepth = 4;
+
+  inline static const core::RecipeSide* side_ = nullptr;  // guarded by the GIL
+
+  core::FoundRecipe found_;
+  unsigned depth_ = 0;
+};
+
+// RecomputeError: what was made again is not what was saved.
+[[noreturn]] void raise_recompute(
+    const std::string& what,
+    const char* todo =
+        "A region must compute the same each time it runs: take random numbers from torch, keep no "
+        "state from one run to the next, change no argument; or do not checkpoint it.");
+
+}  // namespace stagehand::entry

@@ -1,0 +1,357 @@
+// The recipe library: how autograd's nodes made what they saved (core/recipe_side.hpp).
+//
+// A node that saved all its inputs can make its output again. Where the inputs went through our
+// pack hook, the node holds what that gave for them, and says so without unpacking it.
+//
+// Built on first use against the headers of the installed torch, never part of the main build.
+// Needs no CUDA. All is called with the GIL; no exception leaves.
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/cos.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/hardswish.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/mish.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/sin.h>
+#include <ATen/ops/softplus.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <typeindex>
+#include <unordered_map>
+
+#include "core/recipe_side.hpp"
+
+namespace {
+
+using stagehand::core::FoundRecipe;
+using stagehand::core::RecipeSide;
+using stagehand::core::TensorPlace;
+using namespace torch::autograd;             // the nodes
+using namespace torch::autograd::generated;  // of each op
+
+constexpr std::size_t kInputs = FoundRecipe::kInputs;
+
+struct Recipe;
+using Inputs = at::Tensor (&)[kInputs];
+
+// One op: what its node saved, and how it runs.
+struct Op {
+  std::uint32_t kind;
+  const char* name;
+  bool exact;
+  // Whether the node has all that the op needs; notes it.
+  bool (*note)(Node& node, Recipe& recipe, PyTypeObject* handle);
+  at::Tensor (*run)(const Recipe& recipe, Inputs inputs);
+};
+
+struct Recipe {
+  const Op* op = nullptr;
+  std::uint32_t count = 0;
+  PyObject* inputs[kInputs] = {};
+  at::Scalar numbers[2];
+  std::string word;
+  at::Tensor leaf;  // what the node did not save of its inputs
+  std::uint32_t leaf_version = 0;
+  std::uint32_t settings = 0;
+  at::DimVector sizes;
+  std::uint64_t bytes = 0;
+  bool reshaped = false;  // by a node that only gives the same bytes another shape
+  at::DimVector strides;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+
+  ~Recipe() {
+    for (std::uint32_t i = 0; i < count; ++i) {
+      Py_DECREF(inputs[i]);
+    }
+  }
+
+  // What our pack hook gave for a saved variable. False: it was saved without it.
+  bool take(const SavedVariable& saved, PyTypeObject* handle) {
+    const auto packed = saved.retrieve_unpack_hook_data();
+    PyObject* object = packed.has_value() ? packed->second.ptr(getPyInterpreter()) : nullptr;
+    if (object == nullptr || !PyObject_TypeCheck(object, handle)) {
+      return false;
+    }
+    Py_INCREF(object);
+    inputs[count++] = object;
+    return true;
+  }
+};
+
+// The leaf that the node's n-th gradient is for, as it is now.
+at::Tensor leaf_of(const Node& node, std::size_t n) {
+  auto* to = node.num_outputs() > n ? node.next_edge(n).function.get() : nullptr;
+  auto* leaf = dynamic_cast<AccumulateGrad*>(to);
+  return leaf != nullptr ? leaf->variable.detach() : at::Tensor();
+}
+
+template <class Node_>
+bool note_self(Node& node, Recipe& recipe, PyTypeObject* handle) {
+  return recipe.take(static_cast<Node_&>(node).self_, handle);
+}
+
+template <class Node_>
+bool note_self_and_other(Node& node, Recipe& recipe, PyTypeObject* handle) {
+  auto& of = static_cast<Node_&>(node);
+  return recipe.take(of.self_, handle) && recipe.take(of.other_, handle);
+}
+
+template <class Node_>
+bool note_matrices(Node& node, Recipe& recipe, PyTypeObject* handle) {
+  auto& of = static_cast<Node_&>(node);
+  return recipe.take(of.self_, handle) && recipe.take(of.mat2_, handle);
+}
+
+const std::unordered_map<std::type_index, Op>& ops() {
+  static const std::unordered_map<std::type_index, Op> all = {
+      {typeid(GeluBackward0),
+       {1, "gelu", true,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          recipe.word = static_cast<GeluBackward0&>(node).approximate;
+          return note_self<GeluBackward0>(node, recipe, handle);
+        },
+        [](const Recipe& recipe, Inputs in) { return at::gelu(in[0], recipe.word); }}},
+      {typeid(SiluBackward0),
+       {2, "silu", true, &note_self<SiluBackward0>,
+        [](const Recipe&, Inputs in) { return at::silu(in[0]); }}},
+      {typeid(MishBackward0),
+       {3, "mish", true, &note_self<MishBackward0>,
+        [](const Recipe&, Inputs in) { return at::mish(in[0]); }}},
+      {typeid(HardswishBackward0),
+       {4, "hardswish", true, &note_self<HardswishBackward0>,
+        [](const Recipe&, Inputs in) { return at::hardswish(in[0]); }}},
+      {typeid(SinBackward0),
+       {5, "sin", true, &note_self<SinBackward0>,
+        [](const Recipe&, Inputs in) { return at::sin(in[0]); }}},
+      {typeid(CosBackward0),
+       {6, "cos", true, &note_self<CosBackward0>,
+        [](const Recipe&, Inputs in) { return at::cos(in[0]); }}},
+      {typeid(SoftplusBackward0),
+       {7, "softplus", true,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<SoftplusBackward0&>(node);
+          recipe.numbers[0] = of.beta;
+          recipe.numbers[1] = of.threshold;
+          return recipe.take(of.self_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) {
+          return at::softplus(in[0], recipe.numbers[0], recipe.numbers[1]);
+        }}},
+      {typeid(LeakyReluBackward0),
+       {8, "leaky_relu", true,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<LeakyReluBackward0&>(node);
+          recipe.numbers[0] = of.negative_slope;
+          return recipe.take(of.self_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) { return at::leaky_relu(in[0], recipe.numbers[0]); }}},
+      {typeid(PowBackward0),
+       {9, "pow", true,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<PowBackward0&>(node);
+          recipe.numbers[0] = of.exponent;
+          return recipe.take(of.self_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) { return at::pow(in[0], recipe.numbers[0]); }}},
+      {typeid(MulBackward0),
+       {10, "mul", true, &note_self_and_other<MulBackward0>,
+        [](const Recipe&, Inputs in) { return at::mul(in[0], in[1]); }}},
+      {typeid(DivBackward0),
+       {11, "div", true, &note_self_and_other<DivBackward0>,
+        [](const Recipe&, Inputs in) { return at::div(in[0], in[1]); }}},
+      {typeid(MmBackward0),
+       {12, "mm", false, &note_matrices<MmBackward0>,
+        [](const Recipe&, Inputs in) { return at::mm(in[0], in[1]); }}},
+      {typeid(BmmBackward0),
+       {13, "bmm", false, &note_matrices<BmmBackward0>,
+        [](const Recipe&, Inputs in) { return at::bmm(in[0], in[1]); }}},
+      {typeid(AddmmBackward0),
+       {14, "addmm", false,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<AddmmBackward0&>(node);
+          recipe.numbers[0] = of.beta;
+          recipe.numbers[1] = of.alpha;
+          recipe.leaf = leaf_of(node, 0);
+          return recipe.leaf.defined() && recipe.take(of.mat1_, handle) &&
+                 recipe.take(of.mat2_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) {
+          return at::addmm(recipe.leaf, in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
+        }}},
+  };
+  return all;
+}
+
+// What chooses the kernel of a matrix product, beside its operands.
+std::uint32_t settings_now() {
+  at::Context& context = at::globalContext();
+  using at::Float32Backend;
+  using at::Float32Op;
+  std::uint32_t word = 0;
+  for (const auto one :
+       {static_cast<int>(context.float32Precision(Float32Backend::CUDA, Float32Op::MATMUL)),
+        static_cast<int>(context.float32Precision(Float32Backend::MKLDNN, Float32Op::MATMUL)),
+        static_cast<int>(context.allowFP16ReductionCuBLAS()),
+        static_cast<int>(context.allowBF16ReductionCuBLAS()),
+        static_cast<int>(context.allowFP16AccumulationCuBLAS()),
+        static_cast<int>(context.deterministicAlgorithms()),
+        static_cast<int>(context.userEnabledMkldnn()),
+        static_cast<int>(context.blasPreferredBackend())}) {
+    word = word * 8 + static_cast<std::uint32_t>(one);
+  }
+  return word;
+}
+
+// A view's storage is as its base was made. What was changed in place since is not what the node
+// made, and is told by the version.
+void find(void* object, void* handle, FoundRecipe* found) {
+  try {
+    const at::Tensor& given = THPVariable_Unpack(static_cast<PyObject*>(object));
+    const at::Tensor made = given.is_view() ? at::Tensor(given._base()) : given;
+    const auto last = made.grad_fn();
+    if (last == nullptr) {
+      return;
+    }
+    Node* node = last.get();
+    const bool reshaped = typeid(*node) == typeid(UnsafeViewBackward0);
+    if (reshaped && node->num_outputs() == 1) {
+      node = node->next_edge(0).function.get();
+    }
+    if (node == nullptr) {
+      return;
+    }
+    Node& by = *node;
+    const auto op = ops().find(typeid(by));
+    if (op == ops().end() || made._version() != 0 || made.output_nr() != 0 ||
+        made.storage_offset() != 0 || !made.is_non_overlapping_and_dense()) {
+      return;
+    }
+    auto recipe = std::make_unique<Recipe>();
+    recipe->op = &op->second;
+    if (!recipe->op->note(by, *recipe, static_cast<PyTypeObject*>(handle))) {
+      return;
+    }
+    recipe->sizes = made.sizes();
+    recipe->strides = made.strides();
+    recipe->dtype = made.scalar_type();
+    recipe->bytes = made.nbytes();
+    recipe->reshaped = reshaped;
+    recipe->leaf_version = recipe->leaf.defined() ? recipe->leaf._version() : 0;
+    recipe->settings = recipe->op->exact ? 0 : settings_now();
+    found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
+                   recipe->op->kind, recipe->op->exact, recipe->settings};
+    found->op = recipe->op->name;
+    found->inputs = recipe->count;
+    std::copy_n(recipe->inputs, recipe->count, found->input);
+    found->recipe = recipe.release();
+  } catch (const std::exception&) {  // its node was released, or has no memory to look at
+    PyErr_Clear();
+  }
+}
+
+void* run(void* made_by, void* const* inputs, bool* differs) {
+  HANDLE_TH_ERRORS
+  const Recipe& recipe = *static_cast<const Recipe*>(made_by);
+  at::Tensor in[kInputs];
+  for (std::uint32_t i = 0; i < recipe.count; ++i) {
+    in[i] = THPVariable_Unpack(static_cast<PyObject*>(inputs[i]));
+  }
+  std::optional<c10::InferenceMode> usual;  // what was saved is no tensor of that mode
+  if (c10::InferenceMode::is_enabled()) {
+    usual.emplace(false);
+  }
+  const at::NoGradGuard no_grad;
+  // Autocast chose the inputs' types before the node saw them.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::Tensor made = recipe.op->run(recipe, in);
+  const bool alike = recipe.reshaped
+                         ? made.is_contiguous() && made.nbytes() == recipe.bytes
+                         : made.sizes() == recipe.sizes && made.strides() == recipe.strides;
+  const bool changed = (recipe.leaf.defined() && recipe.leaf._version() != recipe.leaf_version) ||
+                       (!recipe.op->exact && settings_now() != recipe.settings);
+  if (!alike || changed || made.scalar_type() != recipe.dtype || made.storage_offset() != 0) {
+    *differs = true;
+    return nullptr;
+  }
+  return THPVariable_Wrap(made);
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+}
+
+void* view(void* object, const TensorPlace* place) {
+  HANDLE_TH_ERRORS
+  const auto count = static_cast<std::size_t>(place->ndim);
+  const at::NoGradGuard no_grad;
+  at::Tensor tensor = THPVariable_Unpack(static_cast<PyObject*>(object)).detach();
+  const auto type = static_cast<at::ScalarType>(place->dtype);
+  if (type != tensor.scalar_type()) {
+    tensor = tensor.flatten().view(type);
+  }
+  return THPVariable_Wrap(
+      tensor.as_strided({place->shape, count}, {place->strides, count}, place->offset));
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+}
+
+void* differ(stagehand::core::Address one, stagehand::core::Address other, std::uint64_t bytes,
+             std::int32_t device_type, std::int32_t device) {
+  HANDLE_TH_ERRORS
+  constexpr std::uint64_t kTogether = std::uint64_t{128} << 20;  // an eighth of it is needed beside
+  const at::NoGradGuard no_grad;
+  const auto type = device_type == 2 ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+  const auto place =
+      c10::Device(type, static_cast<c10::DeviceIndex>(type == c10::DeviceType::CUDA ? device : -1));
+  at::Tensor found;
+  for (std::uint64_t at = 0; at < bytes;) {
+    const std::uint64_t some = std::min(bytes - at, kTogether);
+    const bool words = (one + at) % 8 == 0 && (other + at) % 8 == 0 && some % 8 == 0;
+    const auto options = at::TensorOptions(words ? at::kLong : at::kByte).device(place);
+    const auto over = [&](std::uint64_t address) {
+      return at::from_blob(reinterpret_cast<void*>(address + at),
+                           {static_cast<std::int64_t>(words ? some / 8 : some)}, options);
+    };
+    const at::Tensor here = at::ne(over(one), over(other)).any();
+    found = found.defined() ? at::logical_or(found, here) : here;
+    at += some;
+  }
+  return THPVariable_Wrap(found);
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+}
+
+void forget(void* recipe) { delete static_cast<Recipe*>(recipe); }
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) const void* stagehand_recipe_side() {
+  static const RecipeSide side = [] {
+    RecipeSide made;
+    made.version = RecipeSide::kVersion;
+    made.size = sizeof(RecipeSide);
+    made.find = &find;
+    made.run = &run;
+    made.view = &view;
+    made.differ = &differ;
+    made.forget = &forget;
+    return made;
+  }();
+  return &side;
+}

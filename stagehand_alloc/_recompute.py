@@ -1,0 +1,135 @@
+"""The recipe library: saved tensors that their autograd node can make again need no copy.
+
+Built on first use against the installed torch, for pools with ``recompute``. Where it cannot be
+had, everything is moved as without it; nothing here raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stagehand_alloc import _build, _driver, _recipe, _tensors
+from stagehand_alloc._errors import CompilerError
+
+LIBRARY = _recipe.Library(
+    name="recipes",
+    words="recipe library",
+    source=Path("torch_hook") / "recipes.cpp",
+    link=("torch_python", "torch_cpu", "c10"),
+    seconds=25,
+    python=True,
+)
+
+_lock = threading.Lock()
+_state: str | None = None  # what the first try came to; a library once loaded stays
+
+
+def load(allowed: bool = True) -> str:
+    """Use the library in this process from here on; the first call that may decides.
+
+    "loaded", or why not. May take as long as a compiler does.
+    """
+    global _state
+    tensors = _tensors.load(allowed)
+    if not allowed or tensors != "loaded":
+        return _state or tensors
+    with _lock:
+        if _state is None:
+            _state = _load()
+        return _state
+
+
+def outlook() -> str:
+    """What `load` would find, in words; nothing is built or loaded. Raises CompilerError."""
+    if _build.forbidden():
+        return f"forbidden, {_build.FORBID}=0 is set: nothing is made again"
+    path = _build.kept(LIBRARY)
+    if path is not None:
+        return f"built, {path}"
+    return f"not built yet; built on first use, about {LIBRARY.seconds} s"
+
+
+class _Proof(NamedTuple):
+    differs: Any  # a tensor of one bool, on `stream`
+    stream: Any
+    what: tuple[int, int, int]  # the engine's words for it
+    op: str
+
+
+class Proofs:
+    """Comparisons of what was made again with what was saved, read once the GPU is past them.
+
+    The hooks call `add` on any thread, with the GIL; `collect` is for a pool's entry, and waits for
+    nothing. What differs is moved from then on, and told of once by the name of its op.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[_Proof] = []
+        self._read: tuple[Any, Any, list[_Proof]] | None = None
+        self._told: set[str] = set()
+
+    def add(self, differs: Any, device: int, what: tuple[int, int, int], op: str) -> None:
+        """One comparison was queued on the current stream: ``differs`` is a tensor of one bool."""
+        import torch
+
+        cuda: Any = torch.cuda
+        stream = cuda.current_stream(device) if differs.is_cuda else None
+        self._new.append(_Proof(differs, stream, what, op))
+
+    def collect(self, device: int) -> None:
+        """Tell the engine of those that the GPU is past, and start reading the others."""
+        import torch
+
+        if self._read is not None:
+            event, host, asked = self._read
+            if event is not None and not event.query():
+                return
+            self._read = None
+            for differs, proof in zip(host.tolist(), asked, strict=True):
+                _driver.native().proved(device, proof.what, not differs)
+                if differs:
+                    self._tell(proof.op)
+        if not self._new:
+            return
+        asked, self._new = self._new, []
+        if not asked[0].differs.is_cuda:
+            self._read = (None, torch.stack([proof.differs for proof in asked]), asked)
+            return
+        cuda: Any = torch.cuda
+        with cuda.device(device):
+            here = cuda.current_stream()
+            for stream in {proof.stream for proof in asked} - {here}:
+                here.wait_stream(stream)
+            for proof in asked:
+                proof.differs.record_stream(here)
+            flags = torch.stack([proof.differs for proof in asked])
+            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            host.copy_(flags, non_blocking=True)
+            event = cuda.Event()
+            event.record()
+        self._read = (event, host, asked)
+
+    def _tell(self, op: str) -> None:
+        if op not in self._told:
+            self._told.add(op)
+            warnings.warn(
+                f"stagehand_alloc: some output of {op} did not come back bit by bit when it was "
+                "made again. Such tensors are moved to the host instead; results are right.",
+                stacklevel=2,
+            )
+
+
+def _load() -> str:
+    try:
+        _, loaded = _build.load(LIBRARY)
+        table = loaded.stagehand_recipe_side
+        table.restype, table.argtypes = ctypes.c_void_p, []
+        return _driver.native().use_recipe_side(table()) or "loaded"
+    except CompilerError as error:
+        return error.what
+    except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
+        return " ".join(str(error).splitlines()) or type(error).__name__

@@ -1,0 +1,386 @@
+"""Regions that torch's checkpoint marks: run again only where what they saved was dropped.
+
+torch saves one thing of such a region itself, an empty *sentinel*; all else goes through the
+pool's hooks. Unpacking the sentinel makes torch run the function again, with the inputs, random
+numbers and autocast of the first time, under hooks that count (native/entry/regions.cpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from stagehand_alloc import _driver, _pool
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_SMALL = 1 << 20  # bytes; larger buffers are left in their place in a re-run
+_OF_TORCH = ("/torch/", "/stagehand_alloc/")
+
+_thread = threading.local()  # .again: re-runs that are going on
+_lock = threading.Lock()
+_fault: str | None = None  # why torch's checkpoint is left as it is; "" where it need not be
+_warned: set[str] = set()
+
+
+class Stop(BaseException):
+    """Ends a re-run that has made all that was wanted; no Exception, which functions catch."""
+
+
+def when_needed() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A ``context_fn``: checkpointed inside a pool, a function runs again only where it must.
+
+        torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False, context_fn=when_needed)
+
+    What the function saves is kept while there is room, moved or dropped where there is not; for
+    what was dropped the function runs once more, as far as it has to. Outside of a pool, and where
+    torch's checkpoint works in a way not known here, it is torch's as it is.
+
+    The function must compute the same each time it runs, as torch's checkpoint asks, too. What it
+    writes to buffers of its modules up to 1 MiB, such as BatchNorm's statistics, counts once.
+    """
+    hooks = _hooks_here()
+    if hooks is None:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    call = _driver.native().Call(hooks[1])
+    call.collect()
+    return _First(call, hooks[0]), _Again(call, _function_of(sys._getframe(1)))
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Any] | None = None,
+    debug: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``torch.utils.checkpoint.checkpoint`` with `when_needed`, for those who take a function.
+
+    It takes the same arguments. ``use_reentrant=True`` runs as False, with one warning: the
+    results are the same. A ``context_fn`` of one's own, or ``debug``, makes it torch's as it is.
+    """
+    from torch.utils import checkpoint as torch_checkpoint
+
+    if use_reentrant:
+        _warn(
+            "stagehand_alloc.checkpoint was called with use_reentrant=True, and runs as with "
+            "False: torch records no graph of a reentrant one.",
+            stacklevel=3,
+        )
+    if debug:
+        kwargs["debug"] = True
+    elif context_fn is None:
+        context_fn = when_needed
+    if context_fn is not None:
+        kwargs["context_fn"] = context_fn
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def run_again(node: Any) -> None:
+    """Unpack the sentinel that ``node`` saved, which runs the function."""
+    from torch import _C
+
+    before = _C._get_graph_exec_group()
+    # torch refuses a second run in one backward otherwise.
+    _C._set_graph_exec_group(object())  # type: ignore[arg-type]
+    try:
+        _ = node.saved_tensors
+    finally:
+        _C._set_graph_exec_group(before)
+
+
+def where() -> str:
+    """The line of the user's that runs, for an error; the stack is that of a re-run."""
+    from torch import nn
+
+    line = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if not any(part in name for part in _OF_TORCH) and not line:
+            line = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        module = frame.f_locals.get("self")
+        if line and isinstance(module, nn.Module):
+            return f" ({line} of {type(module).__name__})"
+        frame = frame.f_back
+    return f" ({line})" if line else ""
+
+
+def _hooks_here() -> tuple[Any, int] | None:
+    """The hooks and device of the pool that this thread is in, where regions can be taken over."""
+    import torch
+
+    entry: Any = getattr(_pool._in_this_thread, "entry", None)
+    if entry is None or not entry.hooked or entry.left or not torch.is_grad_enabled():
+        return None
+    # Inside a re-run they stay hidden, as they were in the first run.
+    if getattr(_thread, "again", 0) or torch.compiler.is_compiling() or not _works():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
+    return entry.pool._hooks, entry.device
+
+
+class _First:
+    """Around the function's first run, inside of what torch's checkpoint hides it behind."""
+
+    def __init__(self, call: Any, hooks: Any) -> None:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        self._call = call
+        self._hooks = saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+    def __enter__(self) -> None:
+        node = _save_sentinel()
+        self._hooks.__enter__()
+        try:
+            self._call.begin(node)
+        except BaseException:
+            self._hooks.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._call.end()
+        finally:
+            self._hooks.__exit__(None, None, None)
+
+
+class _Again:
+    """Around each re-run. torch's frame holds it, and the call holds that: so this one is weak."""
+
+    def __init__(self, call: Any, function: Any) -> None:
+        self._call = weakref.ref(call)
+        self._function = function
+        self._running: contextlib.ExitStack | None = None
+        self._capture: Any = None
+
+    def __enter__(self) -> None:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        call = self._call()
+        self._capture = None if call is None else call.capture()
+        if self._capture is None:
+            raise RuntimeError(
+                "stagehand_alloc: internal error: torch runs a region again by itself.\n"
+                "Please report it, with the version of torch."
+            )
+        with contextlib.ExitStack() as stack:
+            _thread.again = getattr(_thread, "again", 0) + 1
+            stack.callback(_one_less)
+            _spare_buffers(self._function, stack)
+            stack.enter_context(saved_tensors_hooks(self._capture.pack, self._capture.unpack))
+            self._running = stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        running, capture = self._running, self._capture
+        self._running = self._capture = None
+        if running is not None:
+            running.close()
+        stopped = isinstance(error, Stop) or (
+            capture.done() and isinstance(error, Exception)  # what a function made of our stop
+        )
+        if error is not None and not stopped:
+            return False
+        if error is not None:
+            # What the function had made lives in there, and the error lives until torch's own ends.
+            traceback.clear_frames(trace)
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+        _save_sentinel()  # torch's frame has all it waits for, and ends the run
+        return True
+
+
+def _one_less() -> None:
+    _thread.again -= 1
+
+
+@functools.cache
+def _sentinel() -> tuple[Any, Any]:
+    """The function that saves an empty tensor through whatever hooks are on top, and the tensor."""
+    import torch
+
+    class Sentinel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0]
+
+    with torch.inference_mode(False), torch.device("cpu"):
+        return Sentinel, torch.empty(0, requires_grad=True)
+
+
+def _save_sentinel() -> Any:
+    import torch
+
+    function, empty = _sentinel()
+    with torch.enable_grad():
+        return function.apply(empty).grad_fn
+
+
+# --- Buffers
+
+
+def _spare_buffers(function: Any, stack: contextlib.ExitStack) -> None:
+    """Let a re-run write to copies. Versions do not tell: BatchNorm raises none of its buffers'."""
+    import torch
+
+    for root in _modules_of(function):
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.nbytes <= _SMALL:
+                    with torch.no_grad():
+                        module._buffers[name] = buffer.clone()
+                    stack.callback(module._buffers.__setitem__, name, buffer)
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """The modules that a function is, is bound to, or closes over."""
+    from torch import nn
+
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    todo = [function]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, nn.Module):
+            found.append(one)
+        elif isinstance(one, functools.partial):
+            todo += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, list | tuple):
+            todo += one
+        else:
+            todo.append(getattr(one, "__self__", None))
+            todo.append(getattr(one, "__wrapped__", None))
+            for cell in getattr(one, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # an empty one
+                    todo.append(cell.cell_contents)
+    return found
+
+
+def _function_of(frame: FrameType | None) -> Any:
+    """The function that torch's checkpoint is about to run; None where its code is another."""
+    for _ in range(4):
+        if frame is None:
+            break
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return frame.f_locals.get("fn")
+        frame = frame.f_back
+    return None
+
+
+# --- Whether torch's checkpoint is the one that is known here
+
+
+def _works() -> bool:
+    global _fault
+    if _fault is None:
+        with _lock:
+            if _fault is None:
+                try:
+                    _fault = _try_out()
+                except Exception as error:  # of a torch nobody has seen yet
+                    _fault = " ".join(str(error).splitlines()) or type(error).__name__
+    if _fault:
+        _warn(
+            "torch's checkpoint works in another way than stagehand_alloc.when_needed knows, and "
+            f"is left as it is: {_fault}.",
+            stacklevel=4,
+        )
+    return not _fault
+
+
+def _try_out() -> str:
+    """Take over one tiny region, without a pool, and run it twice in a row."""
+    import torch
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    told: list[str] = []
+    first, again = _Probe(told, "first"), _Probe(told, "again")
+
+    def contexts() -> tuple[Any, Any]:
+        told.append("asked" if _function_of(sys._getframe(1)) is function else "asked by another")
+        return first, again
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        x = torch.ones(1, requires_grad=True) * 1
+        with _telling(told, "outer"):
+            y = torch_checkpoint(
+                function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            )
+        run_again(first.node)
+        run_again(first.node)
+        (gradient,) = torch.autograd.grad(y, x)
+    right = ["asked", "outer", "first"] + ["inner"] * 2
+    rerun = ["outer again", "again", *["inner"] * 2, "end"]
+    if told != right + 2 * rerun + ["inner again"] * 2:
+        return "it told " + ", ".join(told)
+    return "" if bool((gradient == (x.sin().exp() * x.cos())).all()) else "a gradient is wrong"
+
+
+class _Probe:
+    """What `_First` and `_Again` are to `_try_out`."""
+
+    def __init__(self, told: list[str], what: str) -> None:
+        self._told = told
+        self._what = what
+        self.node: Any = None
+        self._hooks: Any = None
+
+    def __enter__(self) -> None:
+        self._told.append(self._what)
+        if self._what == "first":
+            self.node = _save_sentinel()
+        self._hooks = _telling(self._told, "inner")
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(None, None, None)
+        if self._what == "again":
+            self._told.append("end")
+            _save_sentinel()
+
+
+def _telling(told: list[str], what: str) -> Any:
+    from torch.autograd.graph import saved_tensors_hooks
+
+    def pack(x: Tensor) -> Tensor:
+        told.append(what)
+        return x.detach()  # not itself: what it saved would hold the node that saved it
+
+    def unpack(x: Tensor) -> Tensor:
+        told.append(f"{what} again")
+        return x
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _warn(text: str, stacklevel: int) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=stacklevel + 1)

@@ -1,0 +1,65 @@
+// Recorded steps whose elementwise outputs can be made again: what is dropped, and what that saves.
+#include <algorithm>
+#include <string>
+
+#include "native/test.hpp"
+#include "native/trace_recipes.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+struct Outcome {
+  double first = 0;  // over a step without a budget
+  double later = 0;
+  Step last;
+};
+
+Outcome replayed(const std::string& trace, double share, bool recipes) {
+  constexpr int kSteps = 8;
+  Replay replay(trace);
+  if (recipes) {
+    replay.make_again(recipes_of(trace));
+  }
+  replay.set_share(share);
+  Outcome outcome;
+  const auto plain = static_cast<double>(replay.unbudgeted_ns());
+  for (int i = 0; i < kSteps; ++i) {
+    outcome.last = replay.step();
+    outcome.later = static_cast<double>(outcome.last.ns) / plain;
+    outcome.first = i == 0 ? outcome.later : outcome.first;
+    CHECK_EQ(outcome.last.gained.overshoot_bytes, 0);
+  }
+  replay.verify();
+  return outcome;
+}
+
+TEST(
+    "at three quarters of the activations a step with recipes takes what it takes without a "
+    "budget") {
+  for (const char* trace : {"gpt_8k.txt", "llama.txt", "vit.txt"}) {
+    const Outcome outcome = replayed(trace, 0.75, true);
+    CHECK(outcome.later < 1.03);
+    CHECK(outcome.first < 1.25);
+  }
+}
+
+TEST("at half of them making again takes the place of waiting for the lanes") {
+  for (const char* trace : {"gpt_8k.txt", "llama.txt", "vit.txt"}) {
+    const Outcome moved = replayed(trace, 0.5, false);
+    const Outcome outcome = replayed(trace, 0.5, true);
+    CHECK(outcome.last.gained.dropped_bytes > 2_GiB);
+    CHECK(outcome.later - 1 < 0.7 * (moved.later - 1));
+    CHECK(outcome.first < moved.first);
+  }
+}
+
+TEST("where the lanes carry all for nothing, nothing is made again") {
+  const Outcome outcome = replayed("gpt_8k.txt", 0.85, true);
+  CHECK(outcome.last.gained.recomputes <= 9);
+  CHECK(outcome.later < 1.01);
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()

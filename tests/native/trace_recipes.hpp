@@ -1,0 +1,83 @@
+// Which records of the recorded steps an autograd node can make again, and what that takes on the
+// GPU that they were recorded on. The models save the same tensors in each block, in this order;
+// the times are those between two saves of the recordings.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "native/heap_replay.hpp"
+
+namespace stagehand::core::test {
+
+struct SavedByBlock {
+  Bytes above = 3_MiB;  // smaller records are not of the pattern
+  std::size_t skip = 0;
+  std::size_t blocks = 0;
+  std::vector<std::string> names;
+  // Of a name: those it is made of, and the milliseconds for a GiB.
+  std::map<std::string, std::pair<std::vector<std::string>, double>> made_of;
+};
+
+inline SavedByBlock saved_by_block(const std::string& trace) {
+  if (trace == "gpt_8k.txt") {
+    return {3_MiB,
+            0,
+            12,
+            {"x", "ln1", "qkv", "attn", "x2", "ln2", "up", "gelu"},
+            {{"gelu", {{"up"}, 0.9}}}};
+  }
+  if (trace == "llama.txt") {
+    return {3_MiB,
+            0,
+            16,
+            {"x", "normed", "norm", "k", "q", "v", "attn", "x2", "normed2", "norm2", "gate", "up",
+             "silu", "product"},
+            {{"norm", {{"normed"}, 2.4}},
+             {"norm2", {{"normed2"}, 2.4}},
+             {"silu", {{"gate"}, 0.6}},
+             {"product", {{"silu", "up"}, 0.8}}}};
+  }
+  return {2600_KiB,
+          1,
+          12,
+          {"x", "ln1", "wq", "qkv", "attn", "x2", "ln2", "w1", "fc1", "gelu", "w2"},
+          {{"gelu", {{"fc1"}, 0.6}}}};
+}
+
+inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace) {
+  const SavedByBlock by = saved_by_block(trace);
+  std::map<std::uint64_t, Bytes> blocks;
+  std::map<std::uint64_t, Bytes> seen;
+  std::vector<std::pair<std::uint64_t, Bytes>> large;
+  for (const Event& event : read_trace(trace)) {
+    if (event.kind == 'a') {
+      blocks[event.a] = event.b;
+    }
+    if (event.kind == 's' && seen.emplace(event.a, blocks.at(event.b)).second &&
+        blocks.at(event.b) > by.above) {
+      large.emplace_back(event.a, blocks.at(event.b));
+    }
+  }
+  std::map<std::uint64_t, Known> recipes;
+  for (std::size_t block = 0; block < by.blocks; ++block) {
+    std::map<std::string, std::pair<std::uint64_t, Bytes>> here;
+    for (std::size_t i = 0; i < by.names.size(); ++i) {
+      here[by.names[i]] = large.at(by.skip + block * by.names.size() + i);
+    }
+    for (const auto& [name, how] : by.made_of) {
+      const auto [record, bytes] = here.at(name);
+      Known known;
+      for (const std::string& input : how.first) {
+        known.inputs.push_back(here.at(input).first);
+      }
+      known.ns = static_cast<std::uint64_t>(how.second * 1e6 * static_cast<double>(bytes) /
+                                            static_cast<double>(1_GiB));
+      recipes.emplace(record, known);
+    }
+  }
+  return recipes;
+}
+
+}  // namespace stagehand::core::test
