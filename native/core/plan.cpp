@@ -282,6 +282,7 @@ void Plan::learn(Step& step) {
   // is not repeated.
   const bool fewer = !same_kind || trace->evicted_bytes() <= (*same)->evicted_bytes();
   const bool planned = same_kind && (*same)->planned;
+  bool more_recipes = false;
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     Trace::Entry& entry = trace->entries[i];
     entry.away = false;
@@ -291,6 +292,7 @@ void Plan::learn(Step& step) {
     }
     const Trace::Entry& before = (*same)->entries[i];
     entry.again_ns = before.again_ns;
+    more_recipes |= entry.again && !before.again;
     entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
@@ -305,7 +307,8 @@ void Plan::learn(Step& step) {
     trace->requests_before = (*same)->requests;
     trace->repeated = serial_;
     trace->planned = planned;
-    trace->timed = (*same)->timed;
+    // With what can be made again only now, it is to be measured and planned anew.
+    trace->timed = more_recipes ? std::min((*same)->timed, kTimed - 1) : (*same)->timed;
     if (trace->full.size() == (*same)->full.size()) {
       trace->at_ns = (*same)->at_ns;
       trace->rates = (*same)->rates;

@@ -260,14 +260,16 @@ void Stress::unpack(const Instruction& in) {
     });
   };
   Status status = ask();
-  if (status == Status::recompute) {
+  const bool again = status == Status::recompute;
+  if (again) {
     status = make_again(handle, consumer);
     status = status == Status::ok ? ask() : status;
   }
   if (status != Status::ok) {
-    // The whole storage comes back.
+    // What was saved of the storage comes back, or is made again with all of it.
     const std::size_t device = handle.place.device;
-    return refused(status, store_.runtime(device).bytes_of(handle.record), device);
+    const Bytes saved = store_.runtime(device).bytes_of(handle.record);
+    return refused(status, again ? handle.storage->bytes : saved, device);
   }
   say("  record %u.%u at %llx", handle.record.index, handle.record.generation,
       static_cast<unsigned long long>(alias.reference.address));

@@ -59,6 +59,21 @@ TEST("where the lanes carry all for nothing, nothing is made again") {
   CHECK(outcome.later < 1.01);
 }
 
+TEST("recipes that come after a step was planned are planned with") {
+  Replay replay("vit.txt");
+  replay.set_share(0.5);
+  for (int i = 0; i < 6; ++i) {
+    CHECK_EQ(replay.step().gained.drops, 0);
+  }
+  replay.make_again(recipes_of("vit.txt"));
+  Step last;
+  for (int i = 0; i < 6; ++i) {
+    last = replay.step();
+  }
+  CHECK(last.gained.dropped_bytes > 2_GiB);
+  replay.verify();
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
