@@ -161,7 +161,7 @@ std::string stress(const driver::Table& table, int device, driver::Context conte
 
 int stagehand_run_stress(const void* const* driver_addresses, int device, std::uint64_t seed,
                          double seconds, char* text, std::size_t size) {
-  tell_of_crashes();
+  stagehand::fuzz::tell_of_crashes();
   // The runtime outlives the call, and so does its table.
   const auto& table = *new stagehand::driver::Table(stagehand::fuzz::table_from(driver_addresses));
   stagehand::driver::Context context = nullptr;
