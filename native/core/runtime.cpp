@@ -356,8 +356,15 @@ void Runtime::free_segment(Address address) {
 }
 
 void Runtime::set_torch_pool(std::array<std::uint64_t, 2> pool) {
-  Entry entry(d_.gate);
-  torch_->segments().enter(pool);
+  if (pool == MemPoolSegments::Pool{}) {
+    torch_->route().leave();
+    return;
+  }
+  {
+    const Entry entry(d_.gate);
+    torch_->segments().own(pool);
+  }
+  torch_->route().enter(pool);
 }
 
 }  // namespace stagehand::core

@@ -102,7 +102,10 @@ class Runtime {
   Address segment(Bytes bytes, driver::Stream stream);
   void free_segment(Address address);
   // The MemPool that this thread allocates from between pool entry and exit; {0, 0} for none.
+  // Without the GIL.
   void set_torch_pool(std::array<std::uint64_t, 2> pool);
+  // What that pool serves, to be joined and settled; null where torch's allocator is not used.
+  PoolRoute* route() { return uses_torch() ? &torch_->route() : nullptr; }
 
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
   // for the GPU where it must.

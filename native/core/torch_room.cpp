@@ -80,7 +80,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
     evict_down(entry);
   }
   if (request != 0) {
-    make_hole(entry, request, segments_.owner_here(stream), roof);
+    make_hole(entry, request, owner_here(stream), roof);
   }
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
@@ -259,10 +259,10 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   start_anew_ |= due.release_segments && d_.plan.follows();
 }
 
-// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
-// gives nothing back then: victims serve instead, until the next pool entry.
+// torch keeps its free segments while a MemPool serves anybody or a graph is captured, and gives
+// nothing back then: victims serve instead, until the next pool entry.
 Bytes TorchStore::can_release(Bytes free_segments) const {
-  return release_failed_ || segments_.entered() ? 0 : free_segments;
+  return release_failed_ || route_.on() ? 0 : free_segments;
 }
 
 // Nobody knows what is asked for: as much as there is between the two watermarks, and what the

@@ -16,13 +16,15 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
+constexpr Bytes kAside = 20_MiB;  // less of it is not worth the wait
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
     : d_(device),
       cache_(cache),
       held_(side, device.clocks),
-      segments_(device.number, device.bytes, device.granularity, device.clocks, cache) {}
+      segments_(device.number, device.bytes, device.granularity, device.clocks, cache),
+      route_(side, device.number) {}
 
 // Saving ------------------------------------------------------------------------------------------
 
@@ -245,6 +247,10 @@ void TorchStore::poll_others(std::size_t most) {
 
 void TorchStore::look() { refresh(); }
 
+CacheMap::Owner TorchStore::owner_here(driver::Stream stream) const {
+  return {stream, route_.here() ? segments_.newest() : CacheMap::Owner{}.pool};
+}
+
 // What torch's cache says of itself goes into the books.
 void TorchStore::refresh() {
   const CacheMap::Since since = cache_.since();
@@ -257,6 +263,7 @@ void TorchStore::refresh() {
   counters.occupied = std::max(usage.allocated, counters.retained);
   counters.occupied_peak = std::max(counters.occupied_peak, usage.allocated_peak);
   counters.overshoot_bytes = usage.over_mark;
+  counters.host_waits += route_.take_waits();
   if (d_.budget.armed) {
     d_.plan.requested(since.largest_request);
     // The peak was between the last look and this one; what was retained then was not less than
@@ -289,6 +296,7 @@ bool TorchStore::keep(Address address) {
 
 bool TorchStore::begin_step(Bytes target) {
   take_stuck();
+  route_.set_needed(true);
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps
   cache_.begin_step();
@@ -299,12 +307,18 @@ bool TorchStore::begin_step(Bytes target) {
   }
   refresh();
   over_at_entry_ = d_.counters.overshoot_bytes;
-  anew_ = std::exchange(start_anew_, false);
+  // What the optimizer has left free in the default pool can serve nothing in a MemPool: where
+  // something had to leave for want of room, it goes back.
+  const bool left =
+      std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
+  const bool aside = segments_.step_had_pool() && left && cache_.releasable() >= kAside;
+  anew_ = std::exchange(start_anew_, false) || aside;
   return (d_.counters.mapped > target || anew_) &&
          (cache_.releasable() > 0 || segments_.has_free_piece());
 }
 
 void TorchStore::end_step() {
+  route_.set_needed(false);
   cache_.set_mark(kUnlimited);
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
 }
@@ -372,7 +386,7 @@ Block* TorchStore::adopt_made(const HeldStorage& held) {
 // any where the driver has no memory for it: torch would empty its cache, and wait for the GPU.
 Block* TorchStore::make_ahead(Entry& entry, RecordId id, Bytes bytes, bool far) {
   const driver::Stream stream = d_.ledger.find(id)->stream;
-  if (cache_.largest_hole(segments_.owner_here(stream)) < bytes) {
+  if (cache_.largest_hole(owner_here(stream)) < bytes) {
     const Bytes growth = cache_.growth_for(bytes);
     const Bytes roof = d_.ceiling();
     if (far || !fits_under(d_.counters.mapped, growth + room_for_small(), roof) ||

@@ -15,6 +15,7 @@
 #include "core/cache_map.hpp"
 #include "core/held_blocks.hpp"
 #include "core/mem_pool_segments.hpp"
+#include "core/pool_route.hpp"
 #include "core/refusal.hpp"
 #include "core/room.hpp"
 #include "core/store.hpp"
@@ -45,6 +46,7 @@ class TorchStore final : public Store {
   // Drops what is due, and tells torch of limits. Without any lock of ours.
   void settle_due(Due& due);
   MemPoolSegments& segments() { return segments_; }
+  PoolRoute& route() { return route_; }
 
   void set_state(Block* block, BlockState state) override { block->state.move_to(state); }
   void put_away(Block* block) override;
@@ -78,6 +80,8 @@ class TorchStore final : public Store {
 
   Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
   Block* adopt_made(const HeldStorage& held);
+  // Whose blocks torch hands out to this thread for work on `stream`.
+  CacheMap::Owner owner_here(driver::Stream stream) const;
   void refresh();
   void take_stuck();
   void watch(Record& record);
@@ -105,6 +109,7 @@ class TorchStore final : public Store {
   CacheMap& cache_;  // has a lock of its own
   HeldBlocks held_;
   MemPoolSegments segments_;
+  PoolRoute route_;
   TorchLimit limit_;
   std::vector<RecordId> watched_;  // whose blocks torch or backward may still reach; 0 for none
   std::size_t unwatched_ = 0;      // of them none
@@ -117,6 +122,7 @@ class TorchStore final : public Store {
   std::vector<Address> departing_;  // scratch of look_at_cache
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
+  Bytes evicted_at_entry_ = 0;      // evicted bytes then
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
   bool anew_ = false;               // as it does now

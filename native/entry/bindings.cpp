@@ -55,6 +55,7 @@ void clear_budget(int device) {
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     runtime->clear_budget();
     runtime->drop_orphans();
+    settle_route(*runtime);
   }
 }
 
@@ -228,6 +229,7 @@ NB_MODULE(_native, module) {
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
   module.def("enter_torch", &enter_torch, "device"_a);
+  module.def("can_route", &can_route);
   module.def("set_torch_pool", &set_torch_pool, "device"_a, "first"_a, "second"_a);
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);

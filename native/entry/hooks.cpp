@@ -6,6 +6,7 @@
 #include "entry/python_side.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
+#include "entry/torch_side.hpp"
 #include "entry/twins.hpp"
 
 namespace stagehand::entry {
@@ -261,6 +262,7 @@ Handle::~Handle() {
     // the node returned: with the twin gone it does so as with plain torch.
     Twins::get().look_at(twin);
     Twins::get().sweep();
+    settle_route(*runtime);
   }
 }
 
@@ -461,6 +463,7 @@ nb::object Hooks::unpack(const Handle& handle) {
         "Run backward in the process that ran forward.");
   }
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
+  join_route(*handle.runtime);
   const driver::Stream consumer = current_stream(handle.geometry.device);
   core::Unpacked unpacked = find(handle, consumer);
   if (unpacked.status == core::Status::recompute) {

@@ -58,7 +58,51 @@ void told(int device) noexcept {
   on_cache(device, [](core::CacheMap& cache) { cache.told(); });
 }
 
-constexpr core::TorchListener kListener{&missed, &event, &snapshot, &known, &told};
+void backward_ended(int device) noexcept {
+  Registry& registry = Registry::get();
+  core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
+  if (runtime != nullptr && runtime->route() != nullptr) {
+    runtime->route()->backward_ended();
+  }
+}
+
+constexpr core::TorchListener kListener{&missed, &event, &snapshot, &known, &told, &backward_ended};
+
+// A MemPool that serves this thread and then nobody. Where that does not work, the table is used
+// without.
+bool try_route(const TorchSide& side, int device) try {
+  constexpr int kRouted = 1 << 21;
+  const nb::module_ torch = nb::module_::import_("torch");
+  const nb::object place = torch.attr("device")("cuda", device);
+  const nb::object on_device = torch.attr("cuda").attr("device")(device);
+  on_device.attr("__enter__")();
+  const nb::object pool = torch.attr("cuda").attr("MemPool")();
+  on_device.attr("__exit__")(nb::none(), nb::none(), nb::none());
+  const nb::object id = pool.attr("id");
+  const std::array<std::uint64_t, 2> wanted{nb::cast<std::uint64_t>(id[0]),
+                                            nb::cast<std::uint64_t>(id[1])};
+  const auto owner = [&] {
+    const nb::object tensor = torch.attr("empty")(kRouted, nb::arg("device") = place);
+    const auto found = Registry::get().torch_cache(device).owner_of(
+        nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+    return found.has_value() ? found->pool : std::array<std::uint64_t, 2>{};
+  };
+  const auto tell = [&](bool on) {
+    const nb::gil_scoped_release unlocked;
+    if (!on) {
+      side.end_route(device);
+      side.let_pool_go(device, wanted.data());
+      return false;
+    }
+    return side.keep_pool(device, wanted.data()) && side.route(device, wanted.data(), false);
+  };
+  bool right = tell(true) && side.routed(device) && owner() == wanted;
+  tell(false);
+  right &= !side.routed(device) && owner() != wanted;
+  return right;
+} catch (const std::exception&) {  // nobody is served: what raised is not torch's own `route`
+  return false;
+}
 
 // One storage through the whole table: what a torch unknown to us may do otherwise shows here.
 std::string try_out(const TorchSide& side, int device) {
@@ -129,9 +173,32 @@ std::string use_torch_side(std::uintptr_t table, int device) {
     wrong = try_out(*side, device);
   }
   if (wrong.empty()) {
-    Registry::get().set_torch_side(side);
+    static TorchSide without;
+    without = *side;
+    without.route = nullptr;
+    const bool routes = side->route != nullptr && try_route(*side, device);
+    Registry::get().set_torch_side(routes ? side : &without);
   }
   return wrong;
+}
+
+bool can_route() {
+  const TorchSide* side = Registry::get().torch_side();
+  return side != nullptr && side->route != nullptr;
+}
+
+void join_route(core::Runtime& runtime) {
+  if (core::PoolRoute* route = runtime.route(); route != nullptr && route->to_join()) {
+    const nb::gil_scoped_release unlocked;
+    route->join();
+  }
+}
+
+void settle_route(core::Runtime& runtime) {
+  if (core::PoolRoute* route = runtime.route(); route != nullptr && route->to_settle()) {
+    const nb::gil_scoped_release unlocked;
+    route->settle();
+  }
 }
 
 void use_python_side() { Registry::get().set_torch_side(&python_side()); }

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/runtime.hpp"
+
 namespace stagehand::entry {
 
 // The table of a trigger library: checked, tried on a CUDA tensor, and used from here on. Empty, or
@@ -14,5 +16,12 @@ namespace stagehand::entry {
 std::string use_torch_side(std::uintptr_t table, int device);
 // torch through Python instead.
 void use_python_side();
+// Whether the table can tell torch whose requests a MemPool serves; else Python does, by thread.
+bool can_route();
+
+// The device's MemPool serves what this thread's backward asks for, if it runs one; it serves
+// nobody where no record is left. With the GIL, which is given up while torch is told.
+void join_route(core::Runtime& runtime);
+void settle_route(core::Runtime& runtime);
 
 }  // namespace stagehand::entry
