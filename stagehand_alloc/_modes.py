@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+import weakref
 from collections.abc import Generator
 from typing import Any, Literal
 
@@ -100,6 +101,34 @@ def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
         return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
+
+
+def fill(held: list[Any], owner: object, device: int) -> None:
+    """Put a MemPool into ``held``, unless one is there; it goes with ``owner`` at the latest."""
+    if not held:
+        held.append(make_mem_pool(device))
+        weakref.finalize(owner, give_up, held, device).atexit = False
+
+
+def outgrown(mem_pool: Any, device: int, high: int) -> bool:
+    """Whether another MemPool should take the place of this one in a step that may use ``high``."""
+    return bool(_driver.native().outgrown(device, *mem_pool.id, high))
+
+
+def give_up(held: list[Any], device: int) -> None:
+    """Drop the MemPools in ``held``, whoever is served by another one now.
+
+    A torch.cuda.MemPool whose last reference goes meanwhile ends the process (before torch 2.13),
+    where it is not kept.
+    """
+    native = _driver.native()
+    while held:
+        mem_pool = held.pop()
+        name = mem_pool.id
+        kept = native.keep_mem_pool(device, *name)
+        del mem_pool
+        if kept:
+            native.let_mem_pool_go(device, *name)
 
 
 def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:

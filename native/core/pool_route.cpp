@@ -11,6 +11,7 @@ void PoolRoute::enter(Pool pool) {
     return;
   }
   if (!kept_.load() || pool != pool_) {
+    side_.watch_backwards();
     // A backward of an earlier pool goes on without: torch has one MemPool of ours at a time.
     inside_ = backward_ = false;
     end_if_idle();
@@ -40,7 +41,7 @@ void PoolRoute::join() {
   }
 }
 
-// Of several at once the first to end ends it for all: the next unpack of the others joins again.
+// Of several at once the first to end ends it for all: the next node of the others joins again.
 void PoolRoute::backward_ended() {
   const std::lock_guard lock(mutex_);
   backward_ = false;

@@ -2,7 +2,7 @@
 // TorchSide (docs/decisions/0016-mempool-route.md).
 //
 //   inside a pool       those of the thread that entered it
-//   in a backward       those of a thread, from its first unpack on until that backward has ended
+//   in a backward       those of a thread, from its first node on until that backward has ended
 //   else                none: the optimizer, other threads, a graph that is kept and never goes
 //                       backward
 //
@@ -31,7 +31,7 @@ class PoolRoute {
   // This thread is inside a pool, until somebody leaves for it.
   void enter(Pool pool);
   void leave();
-  // This thread unpacks: where it runs a backward, that uses the MemPool too.
+  // Where this thread runs a backward, that uses the MemPool too.
   void join();
   void backward_ended();
   // No record is left: a backward that is not over by now has failed.
@@ -42,6 +42,8 @@ class PoolRoute {
   bool to_settle() const;
   // Whether this thread's requests are served by the MemPool.
   bool here() const;
+  // Whether no pool is needed, nor serves anybody: the next may be another one.
+  bool idle() const { return !kept_.load(std::memory_order_relaxed) && !on(); }
   // Whether anybody's are.
   bool on() const { return on_.load(std::memory_order_relaxed); }
   // Whether a record may still need the MemPool: from pool entry until the last one is gone.

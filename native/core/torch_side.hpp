@@ -68,12 +68,15 @@ struct TorchListener {
   void (*snapshot)(int device);
   void (*known)(const CacheEvent* event);
   void (*told)(int device);
-  // A backward that `route` was asked for has ended. Without any lock, and without the GIL.
+  // This thread runs a backward, whose next node has not begun, and a pool is kept that does not
+  // serve it. A backward that `route` was asked for has ended. Both without any lock, and without
+  // the GIL.
+  void (*backward_goes_on)(int device);
   void (*backward_ended)(int device);
 };
 
 struct TorchSide {
-  static constexpr std::uint32_t kVersion = 2;
+  static constexpr std::uint32_t kVersion = 3;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.
@@ -119,6 +122,8 @@ struct TorchSide {
   // The pool stays there although nobody else refers to it, until it is let go.
   bool (*keep_pool)(int device, const std::uint64_t pool[2]) = nullptr;
   void (*let_pool_go)(int device, const std::uint64_t pool[2]) = nullptr;
+  // From now on `backward_goes_on` is called: nodes of backward take a little longer.
+  void (*watch_backwards)() = nullptr;
   // Whether this thread's requests are served by the pool; whether it runs a backward.
   bool (*routed)(int device) = nullptr;
   bool (*in_backward)() = nullptr;

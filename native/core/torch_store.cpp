@@ -17,6 +17,7 @@ constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
 constexpr Bytes kAside = 20_MiB;  // less of it is not worth the wait
+constexpr Bytes kOthers = 16;     // a part of what one segment may have, left for others
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
@@ -309,9 +310,9 @@ bool TorchStore::begin_step(Bytes target) {
   over_at_entry_ = d_.counters.overshoot_bytes;
   // What the optimizer has left free in the default pool can serve nothing in a MemPool: where
   // something had to leave for want of room, it goes back.
-  const bool left =
+  squeezed_ =
       std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
-  const bool aside = segments_.step_had_pool() && left && cache_.releasable() >= kAside;
+  const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   anew_ = std::exchange(start_anew_, false) || aside;
   return (d_.counters.mapped > target || anew_) &&
          (cache_.releasable() > 0 || segments_.has_free_piece());
@@ -320,6 +321,9 @@ bool TorchStore::begin_step(Bytes target) {
 void TorchStore::end_step() {
   route_.set_needed(false);
   cache_.set_mark(kUnlimited);
+  // What the first step has left free is not for the optimizer's state to lie in.
+  const bool first = std::exchange(first_step_, false);
+  d_.gate.due().release_segments |= first && d_.plan.moment() > 0;
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
 }
 
@@ -328,7 +332,6 @@ void TorchStore::end_step() {
 // as it may stay; other streams find a part of the budget free. Where that hole is not most of what
 // may stay, as in a cache of many segments, all goes back: it would be in the way of larger ones.
 Bytes TorchStore::trim(Entry& entry, Bytes target) {
-  constexpr Bytes kOthers = 16;     // a part of what may stay
   constexpr Bytes kPages = 40_MiB;  // of an expandable segment, on either side of the hole
   take_stuck();
   refresh();
@@ -350,6 +353,52 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   }
   const bool some = segments_.has_free_piece();  // what MemPools gave back
   return released + (some && d_.room.wait_for_gpu(entry) ? segments_.trim() : 0);
+}
+
+// torch keeps a MemPool's segments as it has cut them, for as long as that is there: one that came
+// to be above `high` stays there, and many small ones serve no large request, whatever leaves. So
+// the next step begins with another MemPool. Not where little would go back: gradients that are
+// kept lie in it too.
+bool TorchStore::outgrown(const MemPoolSegments::Pool& pool, Bytes high) {
+  refresh();
+  const Bytes reserved = cache_.usage().reserved;
+  const Bytes stays = reserved - std::min(reserved, cache_.releasable());
+  const CacheMap::PoolUsage usage = cache_.usage_of(pool);
+  return held_.side().triggers != 0 && stays > std::max(high, d_.plan.unavoidable()) &&
+         usage.free > usage.reserved / 2;
+}
+
+// Nobody knows the sizes that the first step asks for, so it goes over `high` for some, and in a
+// MemPool that would stay: the default pool serves it. What that has left free goes back then.
+bool TorchStore::may_serve(Entry& entry) {
+  if (held_.side().route == nullptr) {
+    return true;  // torch was told by Python
+  }
+  first_step_ = !d_.plan.learned();
+  if (!first_step_ && !cache_.has_pool(segments_.newest()) && cache_.releasable() >= kAside) {
+    const Unlocked unlocked(entry);
+    release_cached();
+  }
+  return !first_step_;
+}
+
+// One segment of all it may have, so that what leaves side by side makes room for any request. A
+// part of it is left for other streams.
+void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
+  if (!squeezed_ || !route_.here() || cache_.has_pool(segments_.newest())) {
+    return;
+  }
+  refresh();
+  const Bytes roof = roof_of_driver(0, d_.ceiling());
+  const Bytes most = roof - std::min(roof, d_.counters.mapped + room_for_small());
+  const Bytes bytes = (most - most / kOthers) / CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;
+  const Bytes peak = cache_.usage().allocated_peak;
+  const Unlocked unlocked(entry);
+  HeldStorage held;
+  if (bytes >= kAside && held_.side().make(d_.number, bytes, stream, true, &held)) {
+    held_.side().drop(held.storage);
+    cache_.forget_request(peak);
+  }
 }
 
 // Making again ------------------------------------------------------------------------------------

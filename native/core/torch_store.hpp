@@ -47,6 +47,12 @@ class TorchStore final : public Store {
   void settle_due(Due& due);
   MemPoolSegments& segments() { return segments_; }
   PoolRoute& route() { return route_; }
+  // Whether a step that may use `high` should begin with a new MemPool instead of this one.
+  bool outgrown(const MemPoolSegments::Pool& pool, Bytes high);
+  // Whether the newest MemPool may serve the step that begins: not the first that there is.
+  bool may_serve(Entry& entry);
+  // It does, and has its first segment made where the step is known not to fit.
+  void entered_pool(Entry& entry, driver::Stream stream);
 
   void set_state(Block* block, BlockState state) override { block->state.move_to(state); }
   void put_away(Block* block) override;
@@ -100,7 +106,7 @@ class TorchStore final : public Store {
   void evict_down(Entry& entry);
   void leave_later(Entry& entry);
   bool wait_for_copy(Entry& entry, Record& record);
-  Bytes can_release(Bytes free_segments) const;
+  bool can_release() const;
   Bytes room_for_small();
   Bytes growth_for(Bytes request);
   Bytes roof_of_driver(Bytes growth, Bytes roof);
@@ -126,6 +132,8 @@ class TorchStore final : public Store {
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
   bool anew_ = false;               // as it does now
+  bool squeezed_ = false;           // in the step before something had to leave
+  bool first_step_ = false;         // a MemPool waits until it is over
 };
 
 }  // namespace stagehand::core

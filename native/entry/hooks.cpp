@@ -53,15 +53,6 @@ Reason reason_of(core::SeenTensor::Kind kind) {
   }
 }
 
-driver::Stream current_stream(const dlpack::Device& device) {
-  driver::Stream stream = nullptr;
-  if (device.type == dlpack::kCuda &&
-      TorchApi::get().exchange->current_work_stream(dlpack::kCuda, device.id, &stream) != 0) {
-    throw nb::python_error();
-  }
-  return stream;
-}
-
 // Python's own collection of garbage may end handles and storages, which must not happen while a
 // call of the core runs Python under its lock: only what stands in for the trigger library does.
 class PausedCollection {
@@ -257,12 +248,10 @@ Handle::~Handle() {
   }
   if (runtime != nullptr && !Registry::get().forked()) {
     runtime->drop_handle(record);
-    runtime->drop_orphans();
-    // In the common case this was the record's last handle, and autograd is about to add up what
-    // the node returned: with the twin gone it does so as with plain torch.
+    settle(*runtime);
+    // Most often autograd adds up next what the node returned: with the twin gone as plain torch.
     Twins::get().look_at(twin);
     Twins::get().sweep();
-    settle_route(*runtime);
   }
 }
 
@@ -463,7 +452,6 @@ nb::object Hooks::unpack(const Handle& handle) {
         "Run backward in the process that ran forward.");
   }
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
-  join_route(*handle.runtime);
   const driver::Stream consumer = current_stream(handle.geometry.device);
   core::Unpacked unpacked = find(handle, consumer);
   if (unpacked.status == core::Status::recompute) {

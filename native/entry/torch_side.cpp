@@ -58,31 +58,38 @@ void told(int device) noexcept {
   on_cache(device, [](core::CacheMap& cache) { cache.told(); });
 }
 
-void backward_ended(int device) noexcept {
+core::PoolRoute* route_of(int device) {
   Registry& registry = Registry::get();
   core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
-  if (runtime != nullptr && runtime->route() != nullptr) {
-    runtime->route()->backward_ended();
+  return runtime != nullptr ? runtime->route() : nullptr;
+}
+
+void backward_goes_on(int device) noexcept {
+  if (core::PoolRoute* route = route_of(device); route != nullptr && route->to_join()) {
+    route->join();
   }
 }
 
-constexpr core::TorchListener kListener{&missed, &event, &snapshot, &known, &told, &backward_ended};
+void backward_ended(int device) noexcept {
+  if (core::PoolRoute* route = route_of(device); route != nullptr) {
+    route->backward_ended();
+  }
+}
 
-// A MemPool that serves this thread and then nobody. Where that does not work, the table is used
-// without.
+constexpr core::TorchListener kListener{&missed,           &event,         &snapshot, &known, &told,
+                                        &backward_goes_on, &backward_ended};
+
+// A memory pool that serves this thread and then nobody. Where that does not work, the table is
+// used without. By its name alone: a torch.cuda.MemPool ends the process where it goes while any
+// other serves somebody, as it does in a user's (torch's own check, until 2.13).
 bool try_route(const TorchSide& side, int device) try {
-  constexpr int kRouted = 1 << 21;
   const nb::module_ torch = nb::module_::import_("torch");
   const nb::object place = torch.attr("device")("cuda", device);
-  const nb::object on_device = torch.attr("cuda").attr("device")(device);
-  on_device.attr("__enter__")();
-  const nb::object pool = torch.attr("cuda").attr("MemPool")();
-  on_device.attr("__exit__")(nb::none(), nb::none(), nb::none());
-  const nb::object id = pool.attr("id");
+  const nb::object id = torch.attr("cuda").attr("graph_pool_handle")();
   const std::array<std::uint64_t, 2> wanted{nb::cast<std::uint64_t>(id[0]),
                                             nb::cast<std::uint64_t>(id[1])};
   const auto owner = [&] {
-    const nb::object tensor = torch.attr("empty")(kRouted, nb::arg("device") = place);
+    const nb::object tensor = torch.attr("empty")(1, nb::arg("device") = place);
     const auto found = Registry::get().torch_cache(device).owner_of(
         nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
     return found.has_value() ? found->pool : std::array<std::uint64_t, 2>{};
@@ -187,14 +194,21 @@ bool can_route() {
   return side != nullptr && side->route != nullptr;
 }
 
-void join_route(core::Runtime& runtime) {
-  if (core::PoolRoute* route = runtime.route(); route != nullptr && route->to_join()) {
-    const nb::gil_scoped_release unlocked;
-    route->join();
-  }
+bool keep_mem_pool(int device, std::uint64_t first, std::uint64_t second) {
+  const TorchSide* side = Registry::get().torch_side();
+  const std::array<std::uint64_t, 2> pool{first, second};
+  const nb::gil_scoped_release unlocked;
+  return side != nullptr && side->keep_pool != nullptr && side->keep_pool(device, pool.data());
 }
 
-void settle_route(core::Runtime& runtime) {
+void let_mem_pool_go(int device, std::uint64_t first, std::uint64_t second) {
+  const std::array<std::uint64_t, 2> pool{first, second};
+  const nb::gil_scoped_release unlocked;
+  Registry::get().torch_side()->let_pool_go(device, pool.data());
+}
+
+void settle(core::Runtime& runtime) {
+  runtime.drop_orphans();
   if (core::PoolRoute* route = runtime.route(); route != nullptr && route->to_settle()) {
     const nb::gil_scoped_release unlocked;
     route->settle();

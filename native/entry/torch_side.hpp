@@ -18,10 +18,13 @@ std::string use_torch_side(std::uintptr_t table, int device);
 void use_python_side();
 // Whether the table can tell torch whose requests a MemPool serves; else Python does, by thread.
 bool can_route();
+// A MemPool stays there although its object goes, until it is let go. False: torch cannot be told.
+// With the GIL, which is given up meanwhile.
+bool keep_mem_pool(int device, std::uint64_t first, std::uint64_t second);
+void let_mem_pool_go(int device, std::uint64_t first, std::uint64_t second);
 
-// The device's MemPool serves what this thread's backward asks for, if it runs one; it serves
-// nobody where no record is left. With the GIL, which is given up while torch is told.
-void join_route(core::Runtime& runtime);
-void settle_route(core::Runtime& runtime);
+// After the end of a record: drops what only a thread with the GIL may, and where no record is left
+// the device's MemPool serves nobody. With the GIL, which is given up while torch is told.
+void settle(core::Runtime& runtime);
 
 }  // namespace stagehand::entry

@@ -7,18 +7,15 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <functional>
 #include <mutex>
 
 #include "core/torch_side.hpp"
+#include "torch_hook/serving.hpp"
 
 namespace {
 
@@ -29,12 +26,14 @@ using stagehand::core::TensorPlace;
 using stagehand::core::TorchListener;
 using stagehand::core::TorchSide;
 namespace caching = c10::cuda::CUDACachingAllocator;
+namespace serving = stagehand::torch_hook;
+using serving::capturing;
+using serving::g_listener;
+using serving::t_quiet;
 
 constexpr std::uint64_t kSmallPage = std::uint64_t{2} << 20;  // c10's kSmallBuffer
 
-TorchListener g_listener;
 std::atomic<bool> g_listening{false};
-thread_local bool t_quiet = false;   // this thread asks for what may as well be refused
 thread_local bool t_making = false;  // this thread is in `make`, for t_stream
 thread_local cudaStream_t t_stream = nullptr;
 thread_local bool t_snapshotting = false;  // this thread takes the snapshot that `listen` needs
@@ -45,10 +44,6 @@ c10::StorageImpl* impl_of(void* storage) { return static_cast<c10::StorageImpl*>
 bool torchs_own(const c10::DataPtr& memory) {
   return memory.get_deleter() == caching::get()->raw_deleter() &&
          memory.get() == memory.get_context();
-}
-
-bool capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 // With its memory history or a tracer on, torch gathers Python frames where it frees, and takes the
@@ -212,185 +207,14 @@ void tell_known(int device, const caching::SnapshotInfo& snapshot) {
   }
 }
 
-// Which requests a MemPool serves ---------------------------------------------------------------
-
-// Whether torch takes a MemPool that serves somebody for a graph capture, as it does until it tells
-// them apart (2.13). A block that is freed meanwhile, and that record_stream named another stream
-// for, is then handed out again once nobody is served, without a wait for that stream.
-template <class A>
-concept TellsCapturesApart = requires(A& allocator) { allocator.markCaptureBegin(0); };
-constexpr bool kTakenForCapture = !TellsCapturesApart<caching::CUDAAllocator>;
-
-constexpr std::size_t kLatchBytes = 512;
-
-struct Route {  // of one device. The engine calls for it one thread at a time
-  std::atomic<bool> on{false};
-  c10::MempoolId_t pool{0, 0};
-  // All threads read these: which time it is on, 0 where nobody is served; the thread served
-  // throughout.
-  std::atomic<std::uint64_t> turn{0};
-  std::atomic<const void*> inside{nullptr};
-  // Where torch takes it for a capture. Its free tells of a block under torch's mutex: that is
-  // where the end can be put between two frees. Guarded by that mutex but for `latch`.
-  std::atomic<void*> latch{nullptr};
-  std::uintptr_t freeing = 0;  // torch was asked to free it, and has not
-  bool waiting = false;        // blocks that other streams use were freed
-};
-
-std::array<Route, 64> g_routes;  // by device; the engine knows no more of them
-std::atomic<std::uint64_t> g_turns{0};
-thread_local char t_thread = 0;                        // its address tells threads apart
-thread_local std::array<std::uint64_t, 64> t_turns{};  // those whose backward this thread is in
-thread_local std::array<int, 64> t_backwards{};        // whose end it has asked to be told
-thread_local int t_ending = -1;                        // the device whose route it ends
-thread_local bool t_waited = false;
-
-Route& route_of(int device) { return g_routes[static_cast<std::size_t>(device)]; }
-
-bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-bool routed(int device) {
-  const Route& route = route_of(device);
-  const std::uint64_t turn = route.turn.load(std::memory_order_relaxed);
-  return route.inside.load(std::memory_order_relaxed) == &t_thread ||
-         (turn != 0 && t_turns[static_cast<std::size_t>(device)] == turn && in_backward());
-}
-
-void begin_route(Route& route, int device, const c10::MempoolId_t& pool) {
-  const auto index = static_cast<c10::DeviceIndex>(device);
-  if constexpr (kTakenForCapture) {
-    const c10::cuda::CUDAGuard guard(index);
-    t_quiet = true;
-    route.latch.store(caching::raw_alloc(kLatchBytes));
-    t_quiet = false;
-  }
-  route.pool = pool;
-  route.waiting = false;
-  route.freeing = 0;
-  route.on.store(true);
-  caching::beginAllocateToPool(index, pool, [device](cudaStream_t) { return routed(device); });
-}
-
-// Where blocks wait for other streams: all that these were given is done before torch hands them
-// out. Under torch's mutex where it can be, so that no block joins them meanwhile.
-void end_now(Route& route, int device) {
-  const auto index = static_cast<c10::DeviceIndex>(device);
-  if (route.waiting || route.freeing != 0) {
-    const c10::cuda::CUDAGuard guard(index);
-    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    c10::cuda::device_synchronize();
-    t_waited = true;
-  }
-  caching::endAllocateToPool(index, route.pool);
-  caching::releasePool(index, route.pool);
-  route.on.store(false);
-}
-
-bool route(int device, const std::uint64_t pool[2], bool backward) {
-  Route& route = route_of(device);
-  try {
-    const c10::MempoolId_t wanted{pool[0], pool[1]};
-    if (capturing() || (backward && !in_backward())) {
-      return false;
-    }
-    if (route.on && route.pool != wanted) {  // torch had refused to end it
-      end_now(route, device);
-    }
-    if (!route.on) {
-      begin_route(route, device, wanted);
-    }
-    if (route.turn.load() == 0) {
-      route.turn.store(++g_turns);
-    }
-    if (!backward) {
-      route.inside.store(&t_thread);
-      return true;
-    }
-    const auto at = static_cast<std::size_t>(device);
-    const int task = torch::autograd::get_current_graph_task_id();
-    if (t_backwards[at] != task + 1) {
-      torch::autograd::Engine::get_default_engine().queue_callback(
-          [device] { g_listener.backward_ended(device); });
-      t_backwards[at] = task + 1;
-    }
-    t_turns[at] = route.turn.load();
-    return true;
-  } catch (const std::exception&) {
-    t_quiet = false;
-    return false;
-  }
-}
-
-void leave_route(int device) { route_of(device).inside.store(nullptr); }
-
-// Where torch refuses, it serves nobody all the same: its filter says so.
-bool end_route(int device) {
-  Route& route = route_of(device);
-  route.inside.store(nullptr);
-  route.turn.store(0);
-  t_waited = false;
-  try {
-    if (void* latch = route.latch.load(); route.on && latch != nullptr) {
-      t_ending = device;
-      caching::raw_delete(latch);
-      t_ending = -1;
-      route.latch.store(nullptr);
-    }
-    if (route.on) {
-      end_now(route, device);
-    }
-  } catch (const std::exception&) {
-    t_ending = -1;
-  }
-  return t_waited;
-}
-
-bool keep_pool(int device, const std::uint64_t pool[2]) {
-  try {
-    caching::createOrIncrefPool(static_cast<c10::DeviceIndex>(device), {pool[0], pool[1]});
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-void let_pool_go(int device, const std::uint64_t pool[2]) {
-  try {
-    caching::releasePool(static_cast<c10::DeviceIndex>(device), {pool[0], pool[1]});
-  } catch (const std::exception&) {  // of a torch that counts otherwise: it stays
-  }
-}
-
-// A free that torch takes up is completed before the next one begins, unless other streams use the
-// block.
-void freeing(int device, std::uintptr_t address) {
-  Route& route = route_of(device);
-  if (t_ending == device && address == reinterpret_cast<std::uintptr_t>(route.latch.load())) {
-    try {
-      end_now(route, device);
-    } catch (const std::exception&) {  // tried once more, without the mutex
-    }
-  } else if (route.on.load()) {
-    route.waiting |= route.freeing != 0;
-    route.freeing = address;
-  }
-}
-
-void freed(int device, std::uintptr_t address) {
-  Route& route = route_of(device);
-  if (route.freeing == address) {
-    route.freeing = 0;
-  }
-}
-
 void traced(const caching::TraceEntry& entry) {
   using Entry = caching::TraceEntry;
-  if constexpr (kTakenForCapture) {
+  if constexpr (serving::kTakenForCapture) {
     if (entry.action_ == Entry::FREE_REQUESTED) {
-      return freeing(entry.device_, entry.addr_);
+      return serving::freeing(entry.device_, entry.addr_);
     }
     if (entry.action_ == Entry::FREE_COMPLETED) {
-      freed(entry.device_, entry.addr_);
+      serving::freed(entry.device_, entry.addr_);
     }
   }
   const auto say = [&](CacheEvent::Kind kind) {
@@ -483,13 +307,14 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.fraction = &fraction;
     made.set_fraction = &set_fraction;
     made.listen = &listen;
-    made.route = &route;
-    made.leave_route = &leave_route;
-    made.end_route = &end_route;
-    made.keep_pool = &keep_pool;
-    made.let_pool_go = &let_pool_go;
-    made.routed = &routed;
-    made.in_backward = &in_backward;
+    made.route = &serving::route;
+    made.leave_route = &serving::leave_route;
+    made.end_route = &serving::end_route;
+    made.keep_pool = &serving::keep_pool;
+    made.let_pool_go = &serving::let_pool_go;
+    made.watch_backwards = &serving::watch_backwards;
+    made.routed = &serving::routed;
+    made.in_backward = &serving::in_backward;
     return made;
   }();
   return &side;

@@ -1,70 +1,15 @@
 // PoolRoute: whose requests a MemPool serves, and when it ends. torch is a table of the test's own.
-#include <set>
 #include <thread>
 
 #include "core/pool_route.hpp"
 #include "native/promise_rig.hpp"
+#include "native/routed_torch.hpp"
 
 namespace stagehand::core::test {
 namespace {
 
 constexpr TorchPool kFirst{0, 5};
 constexpr TorchPool kSecond{0, 6};
-
-// What torch was told. A backward is what the test says it is.
-struct Told {
-  bool on = false;
-  TorchPool pool{};
-  std::thread::id inside;
-  std::set<std::thread::id> joined;
-  int kept = 0;       // pools kept that were not let go
-  int backwards = 0;  // whose end is to be told
-  bool in_capture = false;
-  bool waits = false;  // at the end
-};
-Told g_told;
-thread_local bool t_backward = false;
-
-TorchSide routing(TorchSide side = {}) {
-  side.route = [](int, const std::uint64_t pool[2], bool backward) {
-    if (g_told.in_capture || (backward && !t_backward)) {
-      return false;
-    }
-    const TorchPool wanted{pool[0], pool[1]};
-    CHECK(!g_told.on || g_told.pool == wanted);
-    g_told.on = true;
-    g_told.pool = wanted;
-    if (backward) {
-      g_told.joined.insert(std::this_thread::get_id());
-      ++g_told.backwards;
-    } else {
-      g_told.inside = std::this_thread::get_id();
-    }
-    return true;
-  };
-  side.leave_route = [](int) { g_told.inside = {}; };
-  side.end_route = [](int) {
-    CHECK(g_told.on);
-    g_told.on = false;
-    g_told.inside = {};
-    g_told.joined.clear();
-    return g_told.waits;
-  };
-  side.keep_pool = [](int, const std::uint64_t*) {
-    ++g_told.kept;
-    return true;
-  };
-  side.let_pool_go = [](int, const std::uint64_t*) {
-    CHECK(!g_told.on);
-    --g_told.kept;
-  };
-  side.routed = [](int) {
-    const std::thread::id here = std::this_thread::get_id();
-    return g_told.on && (g_told.inside == here || (t_backward && g_told.joined.contains(here)));
-  };
-  side.in_backward = [] { return t_backward; };
-  return side;
-}
 
 const TorchSide& side() {
   static const TorchSide made = routing();
@@ -78,8 +23,8 @@ void elsewhere(F&& body) {
   std::thread(std::forward<F>(body)).join();
 }
 
-// What the unpack hook and the end of a handle do (entry/torch_side.cpp).
-void unpack(PoolRoute& route) {
+// What the next node of a backward and the end of a handle do (entry/torch_side.cpp).
+void next_node(PoolRoute& route) {
   if (route.to_join()) {
     route.join();
   }
@@ -89,13 +34,6 @@ void handle_ends(PoolRoute& route) {
     route.settle();
   }
 }
-
-struct Backward {
-  Backward() { t_backward = true; }
-  ~Backward() { t_backward = false; }
-  Backward(const Backward&) = delete;
-  Backward& operator=(const Backward&) = delete;
-};
 
 TEST("inside a pool its thread is served, another one is not, and nobody once it is left") {
   PoolRoute route(side(), 0);
@@ -108,7 +46,7 @@ TEST("inside a pool its thread is served, another one is not, and nobody once it
   CHECK(!route.here() && !route.on() && !g_told.on);
 }
 
-TEST("a thread is served from its first unpack in a backward until that has ended") {
+TEST("a thread is served from the first node of its backward until that has ended") {
   PoolRoute route(side(), 0);
   route.set_needed(true);
   route.enter(kFirst);
@@ -116,9 +54,9 @@ TEST("a thread is served from its first unpack in a backward until that has ende
   elsewhere([&] {
     const Backward backward;
     CHECK(!route.here());
-    unpack(route);
+    next_node(route);
     CHECK(route.here() && route.on());
-    unpack(route);
+    next_node(route);
     CHECK_EQ(g_told.backwards, 1);
     elsewhere([&] {
       const Backward of_others;
@@ -133,12 +71,12 @@ TEST("a thread is served from its first unpack in a backward until that has ende
   CHECK_EQ(g_told.kept, 0);
 }
 
-TEST("an unpack outside of a backward, as of a look at saved tensors, changes nothing") {
+TEST("what runs outside of a backward, as a look at saved tensors does, changes nothing") {
   PoolRoute route(side(), 0);
   route.set_needed(true);
   route.enter(kFirst);
   route.leave();
-  unpack(route);
+  next_node(route);
   CHECK(!route.on() && !g_told.on);
 }
 
@@ -176,7 +114,7 @@ TEST("a backward that failed is over once its last record is gone") {
   route.leave();
   elsewhere([&] {
     const Backward backward;
-    unpack(route);
+    next_node(route);
   });
   handle_ends(route);
   CHECK(g_told.on);
@@ -192,7 +130,7 @@ TEST("inside a pool the end of a backward ends nothing, and leaving ends all") {
   route.enter(kFirst);
   elsewhere([&] {
     const Backward backward;
-    unpack(route);
+    next_node(route);
     CHECK(route.here());
   });
   route.backward_ended();
@@ -207,7 +145,7 @@ TEST("a backward goes on in the MemPool while its pool is left, and where it is 
   route.enter(kFirst);
   elsewhere([&] {
     const Backward backward;
-    unpack(route);
+    next_node(route);
     elsewhere([&] { route.leave(); });
     CHECK(route.here());
     elsewhere([&] {
@@ -219,17 +157,17 @@ TEST("a backward goes on in the MemPool while its pool is left, and where it is 
   CHECK_EQ(g_told.kept, 1);
 }
 
-TEST("of two backwards the first to end ends both, and the next unpack goes on") {
+TEST("of two backwards the first to end ends both, and the next node goes on") {
   PoolRoute route(side(), 0);
   route.set_needed(true);
   route.enter(kFirst);
   route.leave();
   elsewhere([&] {
     const Backward backward;
-    unpack(route);
+    next_node(route);
     route.backward_ended();  // another one's
     CHECK(!route.here());
-    unpack(route);
+    next_node(route);
     CHECK(route.here());
   });
 }
@@ -251,7 +189,7 @@ TEST("another MemPool takes the place of the one before, whose backward goes on 
   route.leave();
   elsewhere([&] {
     const Backward backward;
-    unpack(route);
+    next_node(route);
     elsewhere([&] { route.enter(kSecond); });
     CHECK(!route.here());
     CHECK(g_told.pool == kSecond);
@@ -302,20 +240,31 @@ class Trained {
     rig_.runtime->set_budget({high, high / 2, kUnlimited, true});
     rig_.runtime->set_torch_pool(kFirst);
   }
-  void forward() {
+  void leave() {
+    rig_.runtime->set_torch_pool(kDefaultPool);
+    rig_.runtime->clear_budget();
+  }
+  // `last` is asked for, and dropped, when all is saved.
+  void forward(Bytes last = 0) {
     for (int i = 0; i < kBlocks; ++i) {
-      Storage* storage = make(kFirst, kHeldBlock);
+      Storage* storage = make(kHeldBlock);
       CHECK_EQ(stagehand_sim_fill(s_, storage->address, kHeldBlock, i), 0);
       saved_.push_back(rig_.save(storage, s_));
       rig_.torch.drop(storage);
     }
-    rig_.runtime->set_torch_pool(kDefaultPool);
-    rig_.runtime->clear_budget();
+    if (last > 0) {
+      rig_.torch.drop(make(last));
+      resident_ = 0;
+      for (const Saved& one : saved_) {
+        resident_ += rig_.runtime->resident(one.record) ? 1 : 0;
+      }
+    }
+    leave();
   }
   void backward() {
     const Backward backward;
     for (int i = kBlocks; !saved_.empty(); saved_.pop_back()) {
-      unpack(*rig_.runtime->route());
+      next_node(*rig_.runtime->route());
       const Unpacked again = rig_.runtime->unpack(saved_.back().record, saved_.back().offset, s_);
       CHECK_EQ(again.status, Status::ok);
       CHECK_EQ(stagehand_sim_check(s_, again.address, kHeldBlock, --i), 0);
@@ -332,33 +281,22 @@ class Trained {
     forward();
     backward();
   }
-  Storage* make(TorchPool pool, Bytes bytes) {
-    FakeTorch::use_pool(pool);
+  // From where this thread's memory comes now.
+  Storage* make(Bytes bytes) {
+    FakeTorch::use_pool(rig_.runtime->route()->here() ? kFirst : kDefaultPool);
     Storage* storage = rig_.torch.make(bytes, s_);
     FakeTorch::use_pool(kDefaultPool);
     CHECK(storage != nullptr);
     return storage;
   }
   SideRig& rig() { return rig_; }
+  int resident() const { return resident_; }  // after the last request
 
  private:
-  // torch's memory for records that come back is that of the thread.
-  static const TorchSide& routed() {
-    static TorchSide side;
-    side = routing(FakeTorch::side(true));
-    g_told = {};
-    side.make = [](int device, Bytes bytes, driver::Stream stream, bool quiet, HeldStorage* held) {
-      FakeTorch::use_pool(side.routed(device) ? g_told.pool : kDefaultPool);
-      const bool made = FakeTorch::side(true).make(device, bytes, stream, quiet, held);
-      FakeTorch::use_pool(kDefaultPool);
-      return made;
-    };
-    return side;
-  }
-
   SideRig rig_;
   driver::Stream s_ = rig_.stream();
   std::vector<Saved> saved_;
+  int resident_ = 0;
 };
 
 TEST("what backward asks for comes from the holes that forward has left in the MemPool") {
@@ -370,14 +308,39 @@ TEST("what backward asks for comes from the holes that forward has left in the M
   CHECK(trained.rig().torch.reserved_peak() <= 40_MiB);
 }
 
+TEST("for a request that no run of victims makes room for, nothing leaves in vain") {
+  Trained trained;
+  for (int step = 0; step < 4; ++step) {
+    trained.begin(40_MiB);
+    CHECK_EQ(trained.rig().runtime->route()->here(), step > 0);
+    trained.forward(24_MiB);  // no segment of the blocks can hold it
+    CHECK(step == 0 || trained.resident() >= 5);
+    trained.backward();
+  }
+}
+
+TEST("an evaluation pass before the first step is torch's own, and gives nothing back") {
+  Trained trained;
+  FakeTorch& torch = trained.rig().torch;
+  for (int pass = 0; pass < 2; ++pass) {
+    trained.begin(200_MiB);
+    CHECK(!trained.rig().runtime->route()->here());
+    torch.drop(trained.make(24_MiB));
+    trained.leave();
+    CHECK_EQ(torch.reserved(), 24_MiB);
+    CHECK_EQ(trained.rig().runtime->counters().host_waits, 0);
+  }
+}
+
 TEST("where something had to leave, what is free beside the MemPool goes back before a step") {
   for (const bool tight : {false, true}) {
     Trained trained;
     const Bytes high = tight ? 40_MiB : 200_MiB;
     trained.step(high);
+    trained.step(high);
     FakeTorch& torch = trained.rig().torch;
     const Bytes inside = torch.reserved();
-    torch.drop(trained.make(kDefaultPool, 24_MiB));  // by the optimizer
+    torch.drop(trained.make(24_MiB));  // by the optimizer
     CHECK_EQ(torch.reserved(), inside + 24_MiB);
     trained.begin(2 * high);
     CHECK_EQ(torch.reserved(), tight ? inside : inside + 24_MiB);

@@ -16,12 +16,13 @@ from stagehand_alloc._trigger import NOT_NEEDED, Trigger
 
 
 class Native:
-    """The two functions of the native side that matter here."""
+    """The functions of the native side that matter here."""
 
-    def __init__(self, routes: bool, opens: bool = True) -> None:
+    def __init__(self, routes: bool, opens: bool = True, keeps: bool = True) -> None:
         self.calls: list[Any] = []
         self._routes = routes
         self._opens = opens
+        self._keeps = keeps
 
     def can_route(self) -> bool:
         return self._routes
@@ -29,6 +30,13 @@ class Native:
     def set_torch_pool(self, device: int, first: int, second: int) -> bool:
         self.calls.append((device, first, second))
         return self._opens or not second
+
+    def keep_mem_pool(self, device: int, first: int, second: int) -> bool:
+        self.calls.append(("keep", device, first, second))
+        return self._keeps
+
+    def let_mem_pool_go(self, device: int, first: int, second: int) -> None:
+        self.calls.append(("let go", device, first, second))
 
 
 class MemPool:
@@ -96,3 +104,49 @@ def test_a_mem_pool_that_the_driver_will_not_open_elsewhere_is_left_again(
     with pytest.raises(DriverError, match="MemPool's memory on device 3"):
         inside(native, monkeypatch)
     assert native.calls == [(3, 0, 7)]
+
+
+class Mortal(MemPool):
+    """Says when it goes."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def __del__(self) -> None:
+        self._calls.append("gone")
+
+
+KEPT_MEANWHILE = [("keep", 3, 0, 7), "gone", ("let go", 3, 0, 7)]
+
+
+def test_a_mem_pool_of_ours_goes_while_it_is_kept_as_its_end_alone_may_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    native = Native(routes=True)
+    monkeypatch.setattr(_driver, "native", lambda: native)
+    _modes.give_up([Mortal(native.calls)], 3)
+    assert native.calls == KEPT_MEANWHILE
+
+
+def test_where_torch_cannot_be_told_a_mem_pool_just_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = Native(routes=False, keeps=False)
+    monkeypatch.setattr(_driver, "native", lambda: native)
+    _modes.give_up([Mortal(native.calls)], 3)
+    assert native.calls == KEPT_MEANWHILE[:2]
+
+
+def test_a_pool_that_goes_gives_its_mem_pool_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = Native(routes=True)
+    monkeypatch.setattr(_driver, "native", lambda: native)
+    monkeypatch.setattr(_modes, "make_mem_pool", lambda device: Mortal(native.calls))
+
+    class Owner:
+        def __init__(self) -> None:
+            self.held: list[Any] = []
+
+    owner = Owner()
+    for _ in range(2):
+        _modes.fill(owner.held, owner, 3)
+    assert len(owner.held) == 1
+    del owner
+    assert native.calls == KEPT_MEANWHILE
