@@ -5,6 +5,7 @@ Every test that trains compares each loss and gradient with a step without a poo
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -41,9 +42,17 @@ def on_a_thread(job: Callable[[], Any]) -> Any:
 
 
 def mem_pool(**settings: Any) -> Any:
+    """A pool that serves: one step is known, as without it torch's default pool serves."""
     import stagehand_alloc
 
-    return stagehand_alloc.pool(mode="mempool", **settings)
+    pool = stagehand_alloc.pool(mode="mempool", **settings)
+    x = torch.ones(MIB, device="cuda", requires_grad=True)
+    for _ in range(2):
+        with pool:
+            loss = (x * 2).pow(2).sum()
+        loss.backward()
+        x.grad = None
+    return pool
 
 
 class Probe(torch.autograd.Function):
@@ -219,6 +228,20 @@ def test_a_mem_pool_of_the_users_inside_ours_serves_what_is_inside_it(torch_book
         with torch.cuda.use_mem_pool(theirs):
             assert fresh() == tuple(theirs.id)
         assert fresh() == tuple(pool.mem_pool.id)
+
+
+def test_a_pool_may_go_inside_a_mem_pool_of_the_users(torch_books: None) -> None:
+    """torch ends the process where a MemPool's last reference goes while another one serves."""
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    theirs = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(theirs):
+        pool = mem_pool()
+        with torch.no_grad(), pool:
+            model(x)
+        del pool
+        gc.collect()
+    assert one_step(model, x, mem_pool()) == expected
 
 
 def test_forward_and_backward_inside_on_one_thread(torch_books: None) -> None:
