@@ -330,6 +330,18 @@ bool CacheMap::has_pool(const std::array<std::uint64_t, 2>& pool) {
                      [&](const auto& one) { return one.second.owner.pool == pool; });
 }
 
+CacheMap::PoolUsage CacheMap::usage_of(const std::array<std::uint64_t, 2>& pool) {
+  const Lock lock(mutex_);
+  PoolUsage usage;
+  for (const auto& [base, segment] : segments_) {
+    if (segment.owner.pool == pool) {
+      usage.reserved += segment.bytes;
+      usage.free += segment.live == 0 ? segment.bytes : 0;
+    }
+  }
+  return usage;
+}
+
 CacheMap::Usage CacheMap::usage() {
   const Lock lock(mutex_);
   return usage_;

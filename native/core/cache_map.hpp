@@ -70,6 +70,12 @@ class CacheMap {
     bool kept = false;
   };
   Known known_of(Address address);
+  // Of a memory pool's segments: all, and those that are wholly free.
+  struct PoolUsage {
+    Bytes reserved = 0;
+    Bytes free = 0;
+  };
+  PoolUsage usage_of(const std::array<std::uint64_t, 2>& pool);
   // Whether any segment is of this pool.
   bool has_pool(const std::array<std::uint64_t, 2>& pool);
   // Where no events tell.

@@ -88,6 +88,8 @@ class Plan {
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether an earlier step inside such a budget says what becomes of the record.
   bool guides(Place place) const;
+  // Whether any step is remembered.
+  bool learned() const { return !traces_.empty(); }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.

@@ -80,7 +80,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
     evict_down(entry);
   }
   if (request != 0) {
-    make_hole(entry, request, segments_.owner_here(stream), roof);
+    make_hole(entry, request, owner_here(stream), roof);
   }
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
@@ -217,6 +217,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
+  bool asked = false;  // all owners
   for (bool look = true;;) {
     if (std::exchange(look, false)) {
       look_at_cache(owner);
@@ -238,13 +239,22 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         break;
       }
     }
-    const Bytes releasable = can_release(sight_.releasable);
+    const Bytes releasable = can_release() ? sight_.releasable : 0;
     const Bytes kept = d_.counters.mapped - std::min(d_.counters.mapped, releasable);
     if (fits_under(kept, growth, roof)) {
       const Bytes left = roof - kept - growth + d_.counters.retained;
       due.release_segments = !fits_under(d_.counters.mapped, growth, roof);
       start_anew_ |= due.release_segments && d_.plan.follows() && left < kEdge * request;
       return;
+    }
+    if (!can_release()) {
+      // What no run of victims makes room for, no victim does: once all owners were asked.
+      if (std::exchange(asked, true)) {
+        break;
+      }
+      poll_newest(watched_.size());
+      look = true;
+      continue;
     }
     const Evicted result = evict_last(owner.pool != CacheMap::Owner{}.pool, attempt);
     const std::uint64_t turn = d_.gate.turn();
@@ -255,15 +265,13 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   }
   // Torch grows above the ceiling, then: by the least.
   look_at_cache(owner);
-  due.release_segments = can_release(sight_.releasable) > 0;
+  due.release_segments = can_release() && sight_.releasable > 0;
   start_anew_ |= due.release_segments && d_.plan.follows();
 }
 
-// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
-// gives nothing back then: victims serve instead, until the next pool entry.
-Bytes TorchStore::can_release(Bytes free_segments) const {
-  return release_failed_ || segments_.entered() ? 0 : free_segments;
-}
+// torch keeps its free segments while a MemPool serves anybody or a graph is captured, and gives
+// nothing back then: victims serve instead, until the next pool entry.
+bool TorchStore::can_release() const { return !release_failed_ && !route_.on(); }
 
 // Nobody knows what is asked for: as much as there is between the two watermarks, and what the
 // requests before took too much.
@@ -271,7 +279,7 @@ void TorchStore::evict_down(Entry& entry) {
   // Free memory that no whole segment is part of stays mapped, whatever is evicted.
   const Bytes between = d_.budget.high - d_.budget.low;
   const Bytes over = std::min(d_.counters.mapped - std::min(d_.counters.mapped, d_.ceiling()),
-                              can_release(cache_.releasable()) + between);
+                              (can_release() ? cache_.releasable() : 0) + between);
   const Bytes lowest =
       std::min(d_.budget.low, d_.ceiling() - std::min(d_.ceiling(), kUnknownRequest));
   const Bytes target = lowest - std::min(lowest, over);
@@ -286,9 +294,9 @@ void TorchStore::evict_down(Entry& entry) {
       break;
     }
   }
-  if (over > 0) {
+  if (over > 0 || first_step_) {  // what a MemPool cannot use must not be in its way
     look_at_cache({});
-    d_.gate.due().release_segments = can_release(sight_.releasable) > 0;
+    d_.gate.due().release_segments = can_release() && sight_.releasable > 0;
   }
 }
 

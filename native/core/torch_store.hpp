@@ -15,6 +15,7 @@
 #include "core/cache_map.hpp"
 #include "core/held_blocks.hpp"
 #include "core/mem_pool_segments.hpp"
+#include "core/pool_route.hpp"
 #include "core/refusal.hpp"
 #include "core/room.hpp"
 #include "core/store.hpp"
@@ -48,6 +49,13 @@ class TorchStore final : public Store {
   // Drops what is due, and tells torch of limits. Without any lock of ours.
   void settle_due(Due& due);
   MemPoolSegments& segments() { return segments_; }
+  PoolRoute& route() { return route_; }
+  // Whether a step that may use `high` should begin with a new MemPool instead of this one.
+  bool outgrown(const MemPoolSegments::Pool& pool, Bytes high);
+  // Whether the newest MemPool may serve the step that begins: not the first that there is.
+  bool may_serve(Entry& entry);
+  // It does, and has its first segment made where the step is known not to fit.
+  void entered_pool(Entry& entry, driver::Stream stream);
 
   void set_state(Block* block, BlockState state) override { block->state.move_to(state); }
   void put_away(Block* block) override;
@@ -81,6 +89,8 @@ class TorchStore final : public Store {
 
   Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
   Block* adopt_made(const HeldStorage& held);
+  // Whose blocks torch hands out to this thread for work on `stream`.
+  CacheMap::Owner owner_here(driver::Stream stream) const;
   void refresh();
   void take_stuck();
   void watch(Record& record);
@@ -99,7 +109,7 @@ class TorchStore final : public Store {
   void evict_down(Entry& entry);
   void leave_later(Entry& entry);
   bool wait_for_copy(Entry& entry, Record& record);
-  Bytes can_release(Bytes free_segments) const;
+  bool can_release() const;
   Bytes room_for_small();
   Bytes growth_for(Bytes request);
   Bytes roof_of_driver(Bytes growth, Bytes roof);
@@ -108,6 +118,7 @@ class TorchStore final : public Store {
   CacheMap& cache_;  // has a lock of its own
   HeldBlocks held_;
   MemPoolSegments segments_;
+  PoolRoute route_;
   TorchLimit limit_;
   std::vector<RecordId> watched_;  // whose blocks torch or backward may still reach; 0 for none
   std::size_t unwatched_ = 0;      // of them none
@@ -120,9 +131,12 @@ class TorchStore final : public Store {
   std::vector<Address> departing_;  // scratch of look_at_cache
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
+  Bytes evicted_at_entry_ = 0;      // evicted bytes then
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
   bool anew_ = false;               // as it does now
+  bool squeezed_ = false;           // in the step before something had to leave
+  bool first_step_ = false;         // a MemPool waits until it is over
 };
 
 }  // namespace stagehand::core
