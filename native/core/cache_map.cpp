@@ -6,7 +6,7 @@
 namespace stagehand::core {
 
 namespace {
-constexpr Bytes kLargeBuffer = 20_MiB;
+constexpr Bytes kLargeBuffer = CacheMap::kPage;
 constexpr Bytes kMinLargeAlloc = 10_MiB;
 constexpr Bytes kRoundLarge = 2_MiB;
 }  // namespace
@@ -289,7 +289,11 @@ void CacheMap::free(const CacheEvent& event) {
     remove_hole(found->second, end - std::min(event.address + bytes, end));
     add_hole(found->second, end - std::min(begin, end));
   }
-  usage_.allocated -= std::min(usage_.allocated, bytes);
+  if (event.address == aside_) {
+    aside_ = 0;
+  } else {
+    usage_.allocated -= std::min(usage_.allocated, bytes);
+  }
   if (found == segments_.end()) {
     return;
   }
@@ -369,6 +373,16 @@ void CacheMap::forget_request(Bytes allocated_peak_before) {
   usage_.allocated_peak = std::max(allocated_peak_before, usage_.allocated);
 }
 
+void CacheMap::set_aside(Address address, Bytes allocated_peak_before) {
+  forget_request(allocated_peak_before);
+  const Lock lock(mutex_);
+  if (const auto live = lives_.find(address); live != lives_.end()) {
+    aside_ = address;
+    usage_.allocated -= std::min(usage_.allocated, live->second);
+    peak_since_ = usage_.allocated;
+  }
+}
+
 void CacheMap::forget_kept() {
   const Lock lock(mutex_);
   kept_.clear();
@@ -404,6 +418,21 @@ CacheMap::Hole CacheMap::largest_hole() {
     if (owner.pool == Owner{}.pool && !holes.empty() && *holes.rbegin() > found.bytes) {
       found = {owner, *holes.rbegin()};
     }
+  }
+  return found;
+}
+
+std::vector<CacheMap::Hole> CacheMap::mapped_pages() {
+  const Lock lock(mutex_);
+  std::map<Owner, Bytes> bytes;
+  for (const auto& [base, segment] : segments_) {
+    if (segment.expandable && !segment.small && segment.releasable()) {
+      bytes[segment.owner] += segment.bytes;
+    }
+  }
+  std::vector<Hole> found;
+  for (const auto& [owner, mapped] : bytes) {
+    found.push_back({owner, mapped});
   }
   return found;
 }

@@ -23,6 +23,7 @@ namespace stagehand::core {
 class CacheMap {
  public:
   static constexpr Bytes kSmallBuffer = 2_MiB;  // c10: a segment of small blocks, or its page
+  static constexpr Bytes kPage = 20_MiB;        // and a page of an expandable one of large blocks
   struct Owner {                                // of a block
     driver::Stream stream = nullptr;
     std::array<std::uint64_t, 2> pool{};  // torch's MempoolId_t; {0, 0} is the default pool
@@ -82,6 +83,9 @@ class CacheMap {
   Bytes take_largest_request();
   // A request of the engine's own is over: as if it had not been.
   void forget_request(Bytes allocated_peak_before);
+  // The same for a block that was just handed out and will not be used: until torch frees it, its
+  // bytes count as not allocated.
+  void set_aside(Address address, Bytes allocated_peak_before);
   // A pool is entered: from here on it is known which blocks are younger than this call.
   void begin_step();
   // Whether torch has handed out a large block at the address.
@@ -100,6 +104,8 @@ class CacheMap {
     Bytes bytes = 0;
   };
   Hole largest_hole();
+  // What is mapped in expandable segments for large blocks of the default pool, by owner.
+  std::vector<Hole> mapped_pages();
   // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
   // any but the default pool for as long as the pool lives.
   Bytes releasable();
@@ -162,6 +168,7 @@ class CacheMap {
   Bytes largest_request_ = 0;
   Bytes peak_since_ = 0;
   Bytes releasable_ = 0;
+  Address aside_ = 0;     // 0: none
   bool waiting_ = false;  // for `told`
   std::vector<CacheEvent> queue_;
 };

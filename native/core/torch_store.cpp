@@ -89,6 +89,7 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
   watch(record);
   poll();
   leave_later(entry);
+  set_aside(entry);
 }
 
 Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) {
@@ -272,6 +273,7 @@ void TorchStore::look_around(Entry& entry) {
   refresh();
   poll();
   leave_later(entry);
+  set_aside(entry);
 }
 
 bool TorchStore::keep(Address address) {
@@ -284,6 +286,7 @@ bool TorchStore::keep(Address address) {
 
 bool TorchStore::begin_step(Bytes target) {
   take_stuck();
+  end_aside();
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps
   cache_.begin_step();
@@ -300,6 +303,7 @@ bool TorchStore::begin_step(Bytes target) {
 }
 
 void TorchStore::end_step() {
+  end_aside();
   cache_.set_mark(kUnlimited);
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
 }
@@ -312,7 +316,11 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   constexpr Bytes kOthers = 16;     // a part of what may stay
   constexpr Bytes kPages = 40_MiB;  // of an expandable segment, on either side of the hole
   take_stuck();
+  end_aside();
   refresh();
+  if (anew_ && !cache_.mapped_pages().empty()) {
+    return map_whole(entry, target);
+  }
   const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, most - most / kOthers);
