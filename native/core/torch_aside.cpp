@@ -11,6 +11,7 @@ namespace stagehand::core {
 // The request finds no hole, and pages go back for it. With segments of their own sizes nothing is
 // known to be gained by setting one aside.
 void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
+  cache_.lacks_pages(owner);
   if (sight_.runs == 1 && request > kSmallLimit && d_.plan.repeats() != 0) {
     ahead_.lacked(d_.plan.repeats(), {d_.plan.place(), request, owner});
   }
@@ -49,19 +50,18 @@ void TorchStore::set_aside(Entry& entry) {
   }
   HeldStorage held;
   bool made = false;
+  const Bytes peak = cache_.usage().allocated_peak;
   {
     const Unlocked unlocked(entry);
-    const Bytes peak = cache_.usage().allocated_peak;
     made = cache_.largest_hole(hole.owner) >= hole.bytes &&
            held_.side().make(d_.number, hole.bytes, hole.owner.stream, true, &held);
-    if (made) {
-      cache_.set_aside(held.address, peak);
-    }
   }
   if (made) {
+    end_aside();  // of another thread that was here meanwhile
     aside_ = held;
     hole_ = hole;
     hole_step_ = d_.books.step();
+    cache_.set_aside(held.address, peak);
   }
 }
 
@@ -82,26 +82,26 @@ bool TorchStore::end_aside() {
 }
 
 // After a step that had to give pages back, before the next: free memory of expandable segments
-// lies in pieces between gaps. It goes back, and as much is mapped in one piece for each stream.
-// Here the GPU has been waited for, so that no copy out is under way, beside which it takes the
-// driver thirty times as long to open access to a page.
+// lies in pieces between gaps. It goes back, and as much is mapped in one piece for each stream:
+// for the one that had most, whose records leave, what the others have left of the budget; for
+// those as much as they had at most in that step, since they would have to take it from the first
+// one again. Here the GPU has been waited for, so that no copy out is under way, beside which it
+// takes the driver thirty times as long to open access to a page.
 Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
   const Bytes small = room_for_small();
-  Bytes released = 0;
   const Unlocked unlocked(entry);
   const Bytes peak = cache_.usage().allocated_peak;
-  const std::vector<CacheMap::Hole> before = cache_.mapped_pages();
-  released = release_cached().value_or(0);
-  for (const CacheMap::Hole& hole : before) {
-    Bytes mapped = 0;
-    for (const CacheMap::Hole& left : cache_.mapped_pages()) {
-      mapped += left.owner == hole.owner ? left.bytes : 0;
-    }
+  Bytes released = release_cached().value_or(0);
+  std::vector<CacheMap::Pages> owners = cache_.pages();
+  std::sort(owners.begin(), owners.end(),
+            [](const auto& one, const auto& other) { return one.peak < other.peak; });
+  for (const CacheMap::Pages& one : owners) {
     const Bytes room = target - std::min(target, cache_.usage().reserved + small);
-    const Bytes lost = before.size() == 1 ? kUnlimited : hole.bytes - std::min(hole.bytes, mapped);
-    const Bytes whole = std::min(lost, room / CacheMap::kPage * CacheMap::kPage);
+    const bool last = &one == &owners.back();
+    const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
+    const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
     HeldStorage held;
-    if (whole > 0 && held_.side().make(d_.number, whole, hole.owner.stream, true, &held)) {
+    if (whole > 0 && held_.side().make(d_.number, whole, one.owner.stream, true, &held)) {
       held_.side().drop(held.storage);
       released -= std::min(released, whole);
     }

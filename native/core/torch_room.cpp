@@ -82,6 +82,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
     return !due.storages.empty();
   }
   if (known == 0) {
+    end_aside();
     evict_down(entry);
   }
   if (request != 0) {
@@ -105,14 +106,12 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner, Bytes request, Byte
   std::sort(departing_.begin(), departing_.end());
   VictimIndex& victims = d_.books.victims();
   victims.last_needed(false);  // files what waits
-  std::size_t last = sight_.stretches.size();
   sight_.end = 0;
+  Address last = 0;  // where the owner's last page ends, if torch would map more there
   if (growing >= CacheMap::kPage && growth_of(sight_.stretches, departing_, request).at_end) {
-    last = static_cast<std::size_t>(
-        std::find_if(sight_.stretches.rbegin(), sight_.stretches.rend(),
-                     [](const CacheMap::Stretch& one) { return one.of_owner && one.by_pages; }) -
-        sight_.stretches.rbegin());
-    last = sight_.stretches.size() - 1 - last;
+    for (const CacheMap::Stretch& one : sight_.stretches) {
+      last = one.of_owner && one.by_pages ? one.address + one.bytes : last;
+    }
   }
   const std::uint32_t out = d_.transfers.out().clock().index();
   for (const CacheMap::Stretch& stretch : sight_.stretches) {
@@ -135,7 +134,7 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner, Bytes request, Byte
     sight_.of_stretch.push_back(sight_.candidates.size());
     sight_.candidates.push_back(candidate);
     sight_.blocks.push_back(block);
-    if (sight_.of_stretch.size() == last + 1) {
+    if (stretch.address + stretch.bytes == last) {
       sight_.end = sight_.candidates.size();
       sight_.candidates.push_back(
           {Candidate::Kind::idle, growing / CacheMap::kPage * CacheMap::kPage});
@@ -286,6 +285,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     look = d_.gate.turn() != turn;  // the lock was given up: all may be elsewhere
   }
   // Torch grows above the ceiling, then: by the least.
+  cache_.lacks_pages(owner);
   look_at_cache(owner);
   due.release_segments = can_release(sight_.releasable) > 0;
   start_anew_ |= due.release_segments && d_.plan.follows();

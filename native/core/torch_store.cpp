@@ -318,15 +318,14 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   take_stuck();
   end_aside();
   refresh();
-  if (anew_ && !cache_.mapped_pages().empty()) {
-    return map_whole(entry, target);
-  }
   const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, most - most / kOthers);
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
-  {
+  if (anew_ && !cache_.pages().empty()) {
+    released = map_whole(entry, target);
+  } else {
     const Unlocked unlocked(entry);
     const Bytes peak = cache_.usage().allocated_peak;
     HeldStorage held;
