@@ -96,6 +96,7 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
   watch(record);
   poll();
   leave_later(entry);
+  set_aside(entry);
 }
 
 Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) {
@@ -287,6 +288,7 @@ void TorchStore::look_around(Entry& entry) {
   refresh();
   poll();
   leave_later(entry);
+  set_aside(entry);
 }
 
 bool TorchStore::keep(Address address) {
@@ -299,6 +301,7 @@ bool TorchStore::keep(Address address) {
 
 bool TorchStore::begin_step(Bytes target) {
   take_stuck();
+  end_aside();
   route_.set_needed(true);
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps
@@ -321,6 +324,7 @@ bool TorchStore::begin_step(Bytes target) {
 }
 
 void TorchStore::end_step() {
+  end_aside();
   route_.set_needed(false);
   cache_.set_mark(kUnlimited);
   // What the first step has left free is not for the optimizer's state to lie in.
@@ -336,13 +340,16 @@ void TorchStore::end_step() {
 Bytes TorchStore::trim(Entry& entry, Bytes target) {
   constexpr Bytes kPages = 40_MiB;  // of an expandable segment, on either side of the hole
   take_stuck();
+  end_aside();
   refresh();
   const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, most - most / kOthers);
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
-  {
+  if (anew_ && !cache_.pages().empty()) {
+    released = map_whole(entry, target);
+  } else {
     const Unlocked unlocked(entry);
     const Bytes peak = cache_.usage().allocated_peak;
     HeldStorage held;

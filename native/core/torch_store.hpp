@@ -14,6 +14,7 @@
 
 #include "core/cache_map.hpp"
 #include "core/held_blocks.hpp"
+#include "core/holes_ahead.hpp"
 #include "core/mem_pool_segments.hpp"
 #include "core/pool_route.hpp"
 #include "core/refusal.hpp"
@@ -85,6 +86,9 @@ class TorchStore final : public Store {
     std::vector<Block*> blocks;           // beside them
     std::vector<std::size_t> of_stretch;  // its place in `candidates`
     Bytes releasable = 0;                 // what torch can give back once what is due is gone
+    bool by_pages = false;                // there are expandable segments
+    std::size_t runs = 0;                 // of pages side by side, of the owner
+    std::size_t end = 0;                  // the candidate for pages yet to be mapped; 0: none
   };
 
   Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
@@ -100,12 +104,13 @@ class TorchStore final : public Store {
   void poll_others(std::size_t most);
   std::optional<Bytes> release_cached();
   // torch_room.cpp
-  void look_at_cache(const CacheMap::Owner& owner);
+  void look_at_cache(const CacheMap::Owner& owner, Bytes request = 0, Bytes growing = 0);
   void now_idle(Address address);
   Bytes free_run(std::size_t stretch, bool with) const;
   void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   Evicted evict_window(const Window& window, Attempt& attempt);
   Evicted evict_last(bool of_mem_pools, Attempt& attempt);
+  bool is_there(const Window& window, Bytes roof);
   void evict_down(Entry& entry);
   void leave_later(Entry& entry);
   bool wait_for_copy(Entry& entry, Record& record);
@@ -113,6 +118,12 @@ class TorchStore final : public Store {
   Bytes room_for_small();
   Bytes growth_for(Bytes request);
   Bytes roof_of_driver(Bytes growth, Bytes roof);
+  // torch_aside.cpp
+  void lacked(Bytes request, const CacheMap::Owner& owner);
+  void set_aside(Entry& entry);
+  bool take_aside(Bytes request, const CacheMap::Owner& owner);
+  bool end_aside();
+  Bytes map_whole(Entry& entry, Bytes target);
 
   Device& d_;
   CacheMap& cache_;  // has a lock of its own
@@ -127,6 +138,10 @@ class TorchStore final : public Store {
   std::vector<void*> orphans_;  // storages to drop with the GIL
   std::atomic<std::size_t> orphan_count_{0};
   Sight sight_;
+  HolesAhead ahead_;
+  HeldStorage aside_;      // in the place of the hole; null for none
+  HolesAhead::Hole hole_;  // that one, or the last
+  std::uint32_t hole_step_ = 0;
   std::vector<Record*> victims_;    // scratch of evict_window
   std::vector<Address> departing_;  // scratch of look_at_cache
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
