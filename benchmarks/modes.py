@@ -291,7 +291,7 @@ def no_pressure_rows(measured: Measured) -> list[Row]:
     for name, around in AROUND.items():
         key = key_of(name, "free")
         if {key, base} <= measured.life.keys():
-            bar = 1.03 if name == "native" else None
+            bar = {"native": 1.03, "mempool": 1.05}.get(name)
             ratio = measured.life[key]["peak"] / measured.life[base]["peak"]
             claim = f"{label}: peak reserved of the process / plain torch, {around}"
             rows.append(Row(claim, ratio, at_most=bar))
@@ -307,6 +307,10 @@ def budget_rows(measured: Measured, phase: str) -> list[Row]:
             bar = 1.05 if name == "native" else None
             claim = f"{label}: step time / the process allocator, {AROUND.get(name, name)}"
             rows.append(Row(claim, measured.ratio(key, base), at_most=bar))
+    forward, native = key_of("mempool", phase), key_of("native", phase)
+    if {forward, native} <= measured.wall_ms.keys():
+        claim = f"{label}: step time / native's, {AROUND['mempool']}"
+        rows.append(Row(claim, measured.ratio(forward, native), at_most=1.05))
     for name in ("native", *SETTINGS):
         key = key_of(name, phase)
         if key in measured.memory:
@@ -318,7 +322,7 @@ def budget_rows(measured: Measured, phase: str) -> list[Row]:
         if key in measured.life:
             peak = measured.life[key]["peak"] / measured.budgets[phase].high
             claim = f"{label}: peak reserved of the process / high, {around}"
-            rows.append(Row(claim, peak))
+            rows.append(Row(claim, peak, at_most=1.02 if name == "mempool" else None))
             gib = measured.per_step(key, "evicted_bytes") / GIB
             rows.append(Row(f"{label}: GiB evicted per step, {around}", gib))
     return rows

@@ -235,15 +235,10 @@ def _forward_and_backward(
     targets: torch.Tensor,
     pool: stagehand_alloc.Pool | None,
 ) -> torch.Tensor:
-    """Forward in the pool and backward after it; in a MemPool both, on this thread."""
+    """Forward in the pool and backward after it."""
     with pool or contextlib.nullcontext():
         loss: torch.Tensor = model(tokens, targets)
-        inside = pool is not None and pool.mem_pool is not None
-        if inside:
-            with torch.autograd.set_multithreading_enabled(False):
-                loss.backward()  # type: ignore[no-untyped-call]
-    if not inside:
-        loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss
 
 

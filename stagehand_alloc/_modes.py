@@ -5,7 +5,10 @@ docs/decisions/0011-modes.md says when to use which, and by what figures the def
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
+import weakref
 from collections.abc import Generator
 from typing import Any, Literal
 
@@ -22,6 +25,7 @@ WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 _lock = threading.Lock()
 _trigger_found: Trigger | None = None  # by which torch's allocator was reached; once per process
 _segments: Any = None  # torch's allocator object around the entry points for MemPool segments
+_warned = False
 
 
 def check(mode: str | None) -> Mode | None:
@@ -81,6 +85,7 @@ def reach_torch(device: int, config: Config) -> None:
 def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
     """A torch.cuda.MemPool of ``device`` whose segments come from the core.
 
+    What torch has free elsewhere cannot serve it, and goes back to the driver first.
     ``use_on_oom``: as torch has it.
     """
     import torch
@@ -94,15 +99,51 @@ def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
             )
     # torch ties our entry points to the pool on the current device, whichever enters it.
     with torch.cuda.device(device):
+        torch.cuda.empty_cache()
         return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
 
 
+def fill(held: list[Any], owner: object, device: int) -> None:
+    """Put a MemPool into ``held``, unless one is there; it goes with ``owner`` at the latest."""
+    if not held:
+        held.append(make_mem_pool(device))
+        weakref.finalize(owner, give_up, held, device).atexit = False
+
+
+def outgrown(mem_pool: Any, device: int, high: int) -> bool:
+    """Whether another MemPool should take the place of this one in a step that may use ``high``."""
+    return bool(_driver.native().outgrown(device, *mem_pool.id, high))
+
+
+def give_up(held: list[Any], device: int) -> None:
+    """Drop the MemPools in ``held``, whoever is served by another one now.
+
+    A torch.cuda.MemPool whose last reference goes meanwhile ends the process (before torch 2.13),
+    where it is not kept.
+    """
+    native = _driver.native()
+    while held:
+        mem_pool = held.pop()
+        name = mem_pool.id
+        kept = native.keep_mem_pool(device, *name)
+        del mem_pool
+        if kept:
+            native.let_mem_pool_go(device, *name)
+
+
 def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:
-    """This thread's allocations come from ``mem_pool``, and the core knows, until it is closed."""
+    """What this thread allocates comes from ``mem_pool`` until it is closed.
+
+    With the trigger library also what the backwards allocate that use what was saved meanwhile.
+    """
     import torch
 
     native = _driver.native()
-    with torch.cuda.use_mem_pool(mem_pool, device=device):
+    by_thread: Any = contextlib.nullcontext()
+    if not native.can_route():
+        by_thread = torch.cuda.use_mem_pool(mem_pool, device=device)
+        _warn_of_forward_only()
+    with by_thread:
         if not native.set_torch_pool(device, *mem_pool.id):
             raise DriverError(
                 f"The driver refused to open the MemPool's memory on device {device} for another "
@@ -113,6 +154,21 @@ def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:
             yield
         finally:
             native.set_torch_pool(device, 0, 0)
+
+
+def _warn_of_forward_only() -> None:
+    """Once, and not where the trigger library's own warning says what is amiss."""
+    global _warned
+    if trigger().state == "loaded" and not _warned:
+        _warned = True
+        warnings.warn(
+            "This torch does not let a MemPool serve backward: it takes memory of its own, and the "
+            "process goes over `high`.\n"
+            'Use mode="native", or run backward inside the pool with '
+            "torch.autograd.set_multithreading_enabled(False).",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _check_torch() -> None:

@@ -126,7 +126,7 @@ class Pool:
     ) -> None:
         self._mode_asked = mode
         self._mode: _modes.Mode | None = None  # known from the first entry on
-        self._mem_pool: Any = None
+        self._mem_pools: list[Any] = []  # one at most
         self._config = config
         self._sizes = sizes
         self._keep = keep
@@ -226,9 +226,10 @@ class Pool:
         """The torch.cuda.MemPool of mode "mempool", from the first entry on; None in others.
 
         For what torch does with one: registering its segments, a snapshot of it. It goes with the
-        Pool: its memory then serves the next one.
+        Pool: its memory then serves the next one. A step that begins with more than ``high``
+        reserved may put another one in its place.
         """
-        return self._mem_pool
+        return self._mem_pools[0] if self._mem_pools else None
 
     def limits(
         self,
@@ -355,6 +356,8 @@ class Pool:
         if self._config.telemetry_enabled:
             _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
         _trouble.begin(device, budget.high)
+        if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
+            _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
         self._enter_hooks(entry)
@@ -390,9 +393,8 @@ class Pool:
     def _enter_torch(self, entry: _Entry) -> None:
         """Allocate from a MemPool of ours, in the mode of that name."""
         if self._mode == "mempool":
-            if self._mem_pool is None:
-                self._mem_pool = _modes.make_mem_pool(entry.device)
-            entry.allocating = _modes.allocating_from(self._mem_pool, entry.device)
+            _modes.fill(self._mem_pools, self, entry.device)
+            entry.allocating = _modes.allocating_from(self.mem_pool, entry.device)
             next(entry.allocating)
 
     def _enter_hooks(self, entry: _Entry) -> None:

@@ -8,7 +8,7 @@
 namespace stagehand::core {
 
 namespace {
-constexpr Bytes kLargeBuffer = 20_MiB;
+constexpr Bytes kLargeBuffer = CacheMap::kPage;
 constexpr Bytes kMinLargeAlloc = 10_MiB;
 constexpr Bytes kRoundLarge = 2_MiB;
 }  // namespace
@@ -55,8 +55,10 @@ void CacheMap::snapshot() {
   segments_.clear();
   lives_.clear();
   holes_.clear();
+  pages_.clear();
+  aside_.clear();
   releasable_ = 0;
-  usage_.reserved = usage_.allocated = small_ = 0;
+  usage_.reserved = usage_.allocated = usage_.aside = small_ = 0;
 }
 
 void CacheMap::known(const CacheEvent& event) {
@@ -162,6 +164,7 @@ void CacheMap::add_segment(const CacheEvent& event) {
     small_peak_ = std::max(small_peak_, small_);
   }
   expandable_ |= segment.expandable;
+  add_pages(segment, event.bytes);
   add_releasable(segment, segment.bytes);
   Address base = event.address;
   Address hole_begin = base;
@@ -202,6 +205,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
   usage_.reserved -= std::min(usage_.reserved, event.bytes);
   small_ -= found->second.small ? std::min(small_, event.bytes) : 0;
   remove_releasable(found->second, event.bytes);
+  remove_pages(found->second, event.bytes);
   const Address base = found->first;
   const Segment segment = found->second;
   Address begin = 0;
@@ -294,7 +298,8 @@ void CacheMap::free(const CacheEvent& event) {
     remove_hole(found->second, end - std::min(event.address + bytes, end));
     add_hole(found->second, end - std::min(begin, end));
   }
-  usage_.allocated -= std::min(usage_.allocated, bytes);
+  Bytes& counted = aside_.erase(event.address) != 0 ? usage_.aside : usage_.allocated;
+  counted -= std::min(counted, bytes);
   if (found == segments_.end()) {
     return;
   }
@@ -328,6 +333,18 @@ bool CacheMap::has_pool(const std::array<std::uint64_t, 2>& pool) {
   const Lock lock(mutex_);
   return std::any_of(segments_.begin(), segments_.end(),
                      [&](const auto& one) { return one.second.owner.pool == pool; });
+}
+
+CacheMap::PoolUsage CacheMap::usage_of(const std::array<std::uint64_t, 2>& pool) {
+  const Lock lock(mutex_);
+  PoolUsage usage;
+  for (const auto& [base, segment] : segments_) {
+    if (segment.owner.pool == pool) {
+      usage.reserved += segment.bytes;
+      usage.free += segment.live == 0 ? segment.bytes : 0;
+    }
+  }
+  return usage;
 }
 
 CacheMap::Usage CacheMap::usage() {
@@ -368,13 +385,6 @@ Bytes CacheMap::take_largest_request() {
   return std::exchange(largest_request_, 0);
 }
 
-void CacheMap::forget_request(Bytes allocated_peak_before) {
-  const Lock lock(mutex_);
-  largest_request_ = 0;
-  peak_since_ = usage_.allocated;
-  usage_.allocated_peak = std::max(allocated_peak_before, usage_.allocated);
-}
-
 void CacheMap::forget_kept() {
   const Lock lock(mutex_);
   kept_.clear();
@@ -385,6 +395,7 @@ void CacheMap::begin_step() {
   young_.clear();
   marks_young_ = true;
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
+  begin_pages();
 }
 
 std::uint64_t CacheMap::serial() {

@@ -23,6 +23,7 @@ namespace stagehand::core {
 class CacheMap {
  public:
   static constexpr Bytes kSmallBuffer = 2_MiB;  // c10: a segment of small blocks, or its page
+  static constexpr Bytes kPage = 20_MiB;        // and a page of an expandable one of large blocks
   struct Owner {                                // of a block
     driver::Stream stream = nullptr;
     std::array<std::uint64_t, 2> pool{};  // torch's MempoolId_t; {0, 0} is the default pool
@@ -32,6 +33,7 @@ class CacheMap {
   struct Usage {
     Bytes reserved = 0;   // what the driver sees
     Bytes allocated = 0;  // in blocks that torch has handed out
+    Bytes aside = 0;      // in those of them that are set aside: not in `allocated`
     Bytes reserved_peak = 0;
     Bytes allocated_peak = 0;
     Bytes over_mark = 0;  // bytes of segments asked for above the mark, since the start
@@ -70,6 +72,12 @@ class CacheMap {
     bool kept = false;
   };
   Known known_of(Address address);
+  // Of a memory pool's segments: all, and those that are wholly free.
+  struct PoolUsage {
+    Bytes reserved = 0;
+    Bytes free = 0;
+  };
+  PoolUsage usage_of(const std::array<std::uint64_t, 2>& pool);
   // Whether any segment is of this pool.
   bool has_pool(const std::array<std::uint64_t, 2>& pool);
   // Where no events tell.
@@ -82,6 +90,9 @@ class CacheMap {
   Bytes take_largest_request();
   // A request of the engine's own is over: as if it had not been.
   void forget_request(Bytes allocated_peak_before);
+  // The same for a block that was just handed out and will not be used: until torch frees it, its
+  // bytes count as not allocated.
+  void set_aside(Address address, Bytes allocated_peak_before);
   // A pool is entered: from here on it is known which blocks are younger than this call, and in
   // which order they were handed out.
   void begin_step();
@@ -102,6 +113,17 @@ class CacheMap {
     Bytes bytes = 0;
   };
   Hole largest_hole();
+  // What is mapped in expandable segments for large blocks of the default pool, by owner, and at
+  // most was in the step before.
+  struct Pages {
+    Owner owner;
+    Bytes mapped = 0;
+    Bytes peak = 0;
+  };
+  std::vector<Pages> pages();
+  // The owner finds no hole in its pages, and grows next. What it has now and what it grows by
+  // count as its peak, though free pages go back before.
+  void lacks_pages(const Owner& owner);
   // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
   // any but the default pool for as long as the pool lives.
   Bytes releasable();
@@ -127,6 +149,7 @@ class CacheMap {
     Bytes live = 0;
 
     bool releasable() const { return owner.pool == Owner{}.pool; }
+    bool has_pages() const { return expandable && !small && releasable(); }
   };
   using Segments = std::pmr::map<Address, Segment>;
   using Lives = std::pmr::map<Address, Bytes>;
@@ -145,6 +168,10 @@ class CacheMap {
   void note_reserved(Bytes before);
   void add_releasable(const Segment& segment, Bytes bytes);
   void remove_releasable(const Segment& segment, Bytes bytes);
+  // cache_map_pages.cpp
+  void add_pages(const Segment& segment, Bytes bytes);
+  void remove_pages(const Segment& segment, Bytes bytes);
+  void begin_pages();
 
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
@@ -159,12 +186,20 @@ class CacheMap {
   Bytes small_peak_ = 0;                // since the step began
   std::array<Bytes, 2> small_peaks_{};  // of the last two
   bool expandable_ = false;             // torch has made expandable segments
+  struct PageCount {
+    Bytes mapped = 0;
+    Bytes peak = 0;         // since the step began
+    Bytes peak_before = 0;  // in the step before
+    Bytes lacking = 0;      // what was mapped when it found no hole; 0 once it has grown
+  };
+  std::pmr::map<Owner, PageCount> pages_{&nodes_};
   std::pmr::map<Owner, std::pmr::multiset<Bytes>> holes_{&nodes_};
   Usage usage_;
   Bytes mark_ = kUnlimited;
   Bytes largest_request_ = 0;
   Bytes peak_since_ = 0;
   Bytes releasable_ = 0;
+  std::pmr::set<Address> aside_{&nodes_};
   bool waiting_ = false;  // for `told`
   std::vector<CacheEvent> queue_;
 };

@@ -39,18 +39,13 @@ void MemPoolSegments::give(Address address) {
   }
 }
 
-void MemPoolSegments::enter(Pool pool) {
-  const bool any = pool != Pool{};
-  pool_ = pool;
-  thread_ = any ? std::this_thread::get_id() : std::thread::id{};
-  if (any && !ours(pool)) {
+void MemPoolSegments::own(Pool pool) {
+  newest_ = pool;
+  in_step_ = true;
+  if (!ours(pool)) {
     std::erase_if(pools_, [&](const Pool& old) { return !cache_.has_pool(old); });
     pools_.push_back(pool);
   }
-}
-
-CacheMap::Owner MemPoolSegments::owner_here(driver::Stream stream) const {
-  return {stream, std::this_thread::get_id() == thread_ ? pool_ : Pool{}};
 }
 
 bool MemPoolSegments::ours(const Pool& pool) const {

@@ -1,13 +1,13 @@
 // The segments of torch.cuda.MemPool that torch asks of us: cut from a heap of their own, refused
 // above `limit`, and kept for the next pool once a MemPool gives them back. Also which MemPools are
-// ours, and which one this thread allocates from between pool entry and exit.
+// ours.
 //
 // Guarded by the device's lock.
 #pragma once
 
 #include <array>
 #include <memory>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/cache_map.hpp"
@@ -28,12 +28,12 @@ class MemPoolSegments {
   Address take(Bytes bytes, driver::Stream stream, Bytes limit);
   void give(Address address);
 
-  void enter(Pool pool);
-  // Whose blocks torch hands out to this thread for work on `stream`.
-  CacheMap::Owner owner_here(driver::Stream stream) const;
+  // The pool is ours, and the newest.
+  void own(Pool pool);
+  Pool newest() const { return newest_; }
+  // Whether the step that ends with this call had one.
+  bool step_had_pool() { return std::exchange(in_step_, false); }
   bool ours(const Pool& pool) const;
-  // Whether a thread allocates from one now: torch gives no segment back meanwhile.
-  bool entered() const { return thread_ != std::thread::id{}; }
 
   // Mapped, and of no MemPool now.
   Bytes spare() const { return counters_.mapped - counters_.occupied; }
@@ -46,8 +46,8 @@ class MemPoolSegments {
   CacheMap& cache_;
   Counters counters_;
   DeviceHeap heap_;
-  Pool pool_{};
-  std::thread::id thread_;
+  Pool newest_{};
+  bool in_step_ = false;
   std::vector<Pool> pools_;  // those whose segments are there, and the newest
 };
 

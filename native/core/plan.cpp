@@ -297,8 +297,9 @@ void Plan::learn(Step& step) {
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
                            : (fewer ? entry.evicted : before.evicted);
-    // What is to be proven anew is to be dropped still.
-    entry.dropped = as_now && entry.same_recipe(before) ? entry.dropped : before.dropped;
+    // What is still to be proven left by a copy for that, and is to be dropped once it was.
+    const bool open = entry.proof == Trace::Proof::none;
+    entry.dropped = as_now && !open ? entry.dropped : before.dropped;
   }
   if (same_kind) {
     trace->id = (*same)->id;

@@ -65,6 +65,12 @@ class Plan {
   // What that will be when the next one is, by the last two such steps. Where they asked for
   // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
+  // The trace that the newest step repeats, 0 where none does; and how many records were saved or
+  // asked for in the step so far.
+  std::uint32_t repeats() const { return follows() && !now_->kin ? now_->trace->id : 0; }
+  std::size_t place() const {
+    return now_ != nullptr ? now_->seen.entries.size() + now_->seen.by_use.size() : 0;
+  }
   // The largest so far in this step.
   Bytes largest_request() const { return now_ != nullptr ? now_->seen.largest_request : 0; }
 
@@ -88,6 +94,8 @@ class Plan {
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether an earlier step inside such a budget says what becomes of the record.
   bool guides(Place place) const;
+  // Whether any step is remembered.
+  bool learned() const { return !traces_.empty(); }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.

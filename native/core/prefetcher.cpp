@@ -233,7 +233,7 @@ void Prefetcher::bring(Entry& entry, std::vector<Wanted>& wanted, bool soon) {
       return;
     }
     begin = end;
-    most = capped ? 1 : 2 * most;
+    most = capped ? 1 : std::min(2 * most, wanted.size());
   }
 }
 

@@ -412,9 +412,26 @@ void Runtime::free_segment(Address address) {
   torch_->segments().give(address);
 }
 
-void Runtime::set_torch_pool(std::array<std::uint64_t, 2> pool) {
+void Runtime::set_torch_pool(MemPoolSegments::Pool pool, driver::Stream stream) {
+  if (pool == MemPoolSegments::Pool{}) {
+    torch_->route().leave();
+    return;
+  }
+  {
+    Entry entry(d_.gate);
+    torch_->segments().own(pool);
+    if (!torch_->may_serve(entry)) {
+      return;
+    }
+  }
+  torch_->route().enter(pool);
   Entry entry(d_.gate);
-  torch_->segments().enter(pool);
+  torch_->entered_pool(entry, stream);
+}
+
+bool Runtime::outgrown(MemPoolSegments::Pool pool, Bytes high) {
+  const Entry entry(d_.gate);
+  return torch_->route().idle() && torch_->outgrown(pool, high);
 }
 
 }  // namespace stagehand::core

@@ -121,8 +121,13 @@ class Runtime {
   // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.
   Address segment(Bytes bytes, driver::Stream stream);
   void free_segment(Address address);
-  // The MemPool that this thread allocates from between pool entry and exit; {0, 0} for none.
-  void set_torch_pool(std::array<std::uint64_t, 2> pool);
+  // The MemPool that this thread allocates from between pool entry and exit, for the most part on
+  // `stream`; {0, 0} for none. Without the GIL.
+  void set_torch_pool(MemPoolSegments::Pool pool, driver::Stream stream = nullptr);
+  // Whether another MemPool should take this one's place in a step that may use `high`.
+  bool outgrown(MemPoolSegments::Pool pool, Bytes high);
+  // What that pool serves, to be joined and settled; null where torch's allocator is not used.
+  PoolRoute* route() { return uses_torch() ? &torch_->route() : nullptr; }
 
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
   // for the GPU where it must.

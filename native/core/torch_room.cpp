@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/device.hpp"
+#include "core/expandable.hpp"
 #include "core/requests.hpp"
 #include "core/torch_store.hpp"
 #include "core/window_search.hpp"
@@ -72,22 +73,28 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   const Bytes request = known == 0 && over ? d_.plan.largest_request() : known;
   const Bytes between = std::max(d_.budget.high - d_.budget.low, kUnknownRequest);
   const Bytes growth = std::max(known == 0 ? between : 0, request != 0 ? growth_for(request) : 0);
+  const CacheMap::Owner owner = owner_here(stream);
+  if (take_aside(request, owner)) {
+    return true;
+  }
   const Bytes roof = roof_of_driver(growth, d_.ceiling());
   if (fits_under(d_.counters.mapped, growth, roof)) {
     return !due.storages.empty();
   }
   if (known == 0) {
+    end_aside();
     evict_down(entry);
   }
   if (request != 0) {
-    make_hole(entry, request, segments_.owner_here(stream), roof);
+    make_hole(entry, request, owner, roof);
   }
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
 }
 
-// Walks the cache's segments, once a miss or so.
-void TorchStore::look_at_cache(const CacheMap::Owner& owner) {
+// Walks the cache's segments, once a miss or so. Where torch would map pages for the request behind
+// the last one, as many as it may grow by count as idle there.
+void TorchStore::look_at_cache(const CacheMap::Owner& owner, Bytes request, Bytes growing) {
   cache_.walk(owner, &sight_.stretches);
   sight_.candidates.clear();
   sight_.blocks.clear();
@@ -99,6 +106,13 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner) {
   std::sort(departing_.begin(), departing_.end());
   VictimIndex& victims = d_.books.victims();
   victims.last_needed(false);  // files what waits
+  sight_.end = 0;
+  Address last = 0;  // where the owner's last page ends, if torch would map more there
+  if (growing >= CacheMap::kPage && growth_of(sight_.stretches, departing_, request).at_end) {
+    for (const CacheMap::Stretch& one : sight_.stretches) {
+      last = one.of_owner && one.by_pages ? one.address + one.bytes : last;
+    }
+  }
   const std::uint32_t out = d_.transfers.out().clock().index();
   for (const CacheMap::Stretch& stretch : sight_.stretches) {
     if (stretch.begins_segment) {
@@ -120,6 +134,18 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner) {
     sight_.of_stretch.push_back(sight_.candidates.size());
     sight_.candidates.push_back(candidate);
     sight_.blocks.push_back(block);
+    if (stretch.address + stretch.bytes == last) {
+      sight_.end = sight_.candidates.size();
+      sight_.candidates.push_back(
+          {Candidate::Kind::idle, growing / CacheMap::kPage * CacheMap::kPage});
+      sight_.blocks.push_back(nullptr);
+    }
+  }
+  sight_.by_pages = false;
+  sight_.runs = 0;
+  for (const CacheMap::Stretch& one : sight_.stretches) {
+    sight_.by_pages |= one.by_pages;
+    sight_.runs += one.of_owner && one.by_pages && one.begins_segment ? 1 : 0;
   }
   sight_.releasable = 0;
   for (std::size_t i = 0; i < sight_.stretches.size(); ++i) {
@@ -217,18 +243,17 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
+  bool asked = false;  // all owners
   for (bool look = true;;) {
     if (std::exchange(look, false)) {
-      look_at_cache(owner);
+      const Bytes small = request > kSmallLimit ? room_for_small() : 0;
+      look_at_cache(owner, request, roof - std::min(roof, d_.counters.mapped + small));
       Window window;
       if (request > kSmallLimit) {
         window = choose_window(sight_.candidates, request);
       }
-      if (window.found && window.victims == 0 &&
-          (!due.storages.empty() ||
-           (cache_.small_growth() > 0 &&
-            fits_under(d_.counters.mapped, CacheMap::kSmallBuffer, roof)))) {
-        return;  // the hole is there; where it was, what torch lacks is a small segment
+      if (is_there(window, roof)) {
+        return;
       }
       if (window.found && window.victims > 0) {
         look = d_.room.helped(entry, evict_window(window, attempt), attempt);
@@ -237,14 +262,30 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         }
         break;
       }
+      look = end_aside();
+      if (look) {
+        continue;
+      }
     }
-    const Bytes releasable = can_release(sight_.releasable);
+    const Bytes releasable = can_release() ? sight_.releasable : 0;
     const Bytes kept = d_.counters.mapped - std::min(d_.counters.mapped, releasable);
     if (fits_under(kept, growth, roof)) {
       const Bytes left = roof - kept - growth + d_.counters.retained;
       due.release_segments = !fits_under(d_.counters.mapped, growth, roof);
-      start_anew_ |= due.release_segments && d_.plan.follows() && left < kEdge * request;
+      if (due.release_segments) {
+        lacked(request, owner);
+        start_anew_ |= d_.plan.follows() && (sight_.by_pages || left < kEdge * request);
+      }
       return;
+    }
+    if (!can_release()) {
+      // What no run of victims makes room for, no victim does: once all owners were asked.
+      if (std::exchange(asked, true)) {
+        break;
+      }
+      poll_newest(watched_.size());
+      look = true;
+      continue;
     }
     const Evicted result = evict_last(owner.pool != CacheMap::Owner{}.pool, attempt);
     const std::uint64_t turn = d_.gate.turn();
@@ -254,16 +295,27 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     look = d_.gate.turn() != turn;  // the lock was given up: all may be elsewhere
   }
   // Torch grows above the ceiling, then: by the least.
+  cache_.lacks_pages(owner);
   look_at_cache(owner);
-  due.release_segments = can_release(sight_.releasable) > 0;
+  due.release_segments = can_release() && sight_.releasable > 0;
   start_anew_ |= due.release_segments && d_.plan.follows();
 }
 
-// torch keeps its free segments while a thread allocates from a MemPool or captures a graph, and
-// gives nothing back then: victims serve instead, until the next pool entry.
-Bytes TorchStore::can_release(Bytes free_segments) const {
-  return release_failed_ || segments_.entered() ? 0 : free_segments;
+// Whether torch finds the hole without anything more leaving, or maps pages that it may for it.
+// Where it was there before, what torch lacks is a small segment.
+bool TorchStore::is_there(const Window& window, Bytes roof) {
+  if (!window.found || window.victims > 0) {
+    return false;
+  }
+  const bool grows = sight_.end != 0 && window.end == sight_.end + 1;
+  const bool small =
+      cache_.small_growth() > 0 && fits_under(d_.counters.mapped, CacheMap::kSmallBuffer, roof);
+  return grows || !d_.gate.due().storages.empty() || small;
 }
+
+// torch keeps its free segments while a MemPool serves anybody or a graph is captured, and gives
+// nothing back then: victims serve instead, until the next pool entry.
+bool TorchStore::can_release() const { return !release_failed_ && !route_.on(); }
 
 // Nobody knows what is asked for: as much as there is between the two watermarks, and what the
 // requests before took too much.
@@ -271,7 +323,7 @@ void TorchStore::evict_down(Entry& entry) {
   // Free memory that no whole segment is part of stays mapped, whatever is evicted.
   const Bytes between = d_.budget.high - d_.budget.low;
   const Bytes over = std::min(d_.counters.mapped - std::min(d_.counters.mapped, d_.ceiling()),
-                              can_release(cache_.releasable()) + between);
+                              (can_release() ? cache_.releasable() : 0) + between);
   const Bytes lowest =
       std::min(d_.budget.low, d_.ceiling() - std::min(d_.ceiling(), kUnknownRequest));
   const Bytes target = lowest - std::min(lowest, over);
@@ -286,9 +338,9 @@ void TorchStore::evict_down(Entry& entry) {
       break;
     }
   }
-  if (over > 0) {
+  if (over > 0 || first_step_) {  // what a MemPool cannot use must not be in its way
     look_at_cache({});
-    d_.gate.due().release_segments = can_release(sight_.releasable) > 0;
+    d_.gate.due().release_segments = can_release() && sight_.releasable > 0;
   }
 }
 

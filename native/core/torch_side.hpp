@@ -68,10 +68,15 @@ struct TorchListener {
   void (*snapshot)(int device);
   void (*known)(const CacheEvent* event);
   void (*told)(int device);
+  // This thread runs a backward, whose next node has not begun, and a pool is kept that does not
+  // serve it. A backward that `route` was asked for has ended. Both without any lock, and without
+  // the GIL.
+  void (*backward_goes_on)(int device);
+  void (*backward_ended)(int device);
 };
 
 struct TorchSide {
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 3;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.
@@ -102,6 +107,26 @@ struct TorchSide {
   // The share of the device that torch's cache may take. Takes torch's mutex.
   double (*fraction)(int device) = nullptr;
   void (*set_fraction)(int device, double share) = nullptr;
+  // Which requests a MemPool serves. All of these are null where torch cannot be told; else they
+  // are called by one thread at a time but `routed` and `in_backward`, which any may call and which
+  // take no lock. The others take torch's mutex and may need the GIL: call them without it.
+  //
+  // From now on the pool serves this thread's requests beside those it serves already: all of them,
+  // or `backward`, those while it runs a backward, whose end `backward_ended` tells. False: a graph
+  // is captured on this thread's stream, it runs no backward, or torch refused.
+  bool (*route)(int device, const std::uint64_t pool[2], bool backward) = nullptr;
+  // No longer all requests of the thread that asked for that.
+  void (*leave_route)(int device) = nullptr;
+  // No requests any more. True: that had to wait for the GPU.
+  bool (*end_route)(int device) = nullptr;
+  // The pool stays there although nobody else refers to it, until it is let go.
+  bool (*keep_pool)(int device, const std::uint64_t pool[2]) = nullptr;
+  void (*let_pool_go)(int device, const std::uint64_t pool[2]) = nullptr;
+  // From now on `backward_goes_on` is called: nodes of backward take a little longer.
+  void (*watch_backwards)() = nullptr;
+  // Whether this thread's requests are served by the pool; whether it runs a backward.
+  bool (*routed)(int device) = nullptr;
+  bool (*in_backward)() = nullptr;
   // Starts the calls of the listener. Once, with torch's CUDA initialised. Null, or what failed.
   const char* (*listen)(const TorchListener* listener) = nullptr;
 };

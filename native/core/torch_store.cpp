@@ -16,13 +16,16 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
+constexpr Bytes kAside = 20_MiB;  // less of it is not worth the wait
+constexpr Bytes kOthers = 16;     // a part of what one segment may have, left for others
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
     : d_(device),
       cache_(cache),
       held_(side, device.clocks),
-      segments_(device.number, device.bytes, device.granularity, device.clocks, cache) {}
+      segments_(device.number, device.bytes, device.granularity, device.clocks, cache),
+      route_(side, device.number) {}
 
 // Saving ------------------------------------------------------------------------------------------
 
@@ -93,6 +96,7 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
   watch(record);
   poll();
   leave_later(entry);
+  set_aside(entry);
 }
 
 Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) {
@@ -247,6 +251,10 @@ void TorchStore::poll_others(std::size_t most) {
 
 void TorchStore::look() { refresh(); }
 
+CacheMap::Owner TorchStore::owner_here(driver::Stream stream) const {
+  return {stream, route_.here() ? segments_.newest() : CacheMap::Owner{}.pool};
+}
+
 // What torch's cache says of itself goes into the books.
 void TorchStore::refresh() {
   const CacheMap::Since since = cache_.since();
@@ -259,6 +267,7 @@ void TorchStore::refresh() {
   counters.occupied = std::max(usage.allocated, counters.retained);
   counters.occupied_peak = std::max(counters.occupied_peak, usage.allocated_peak);
   counters.overshoot_bytes = usage.over_mark;
+  counters.host_waits += route_.take_waits();
   if (d_.budget.armed) {
     d_.plan.requested(since.largest_request);
     // The peak was between the last look and this one; what was retained then was not less than
@@ -279,6 +288,7 @@ void TorchStore::look_around(Entry& entry) {
   refresh();
   poll();
   leave_later(entry);
+  set_aside(entry);
 }
 
 bool TorchStore::keep(Address address) {
@@ -291,6 +301,8 @@ bool TorchStore::keep(Address address) {
 
 bool TorchStore::begin_step(Bytes target) {
   take_stuck();
+  end_aside();
+  route_.set_needed(true);
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps
   cache_.begin_step();
@@ -301,13 +313,23 @@ bool TorchStore::begin_step(Bytes target) {
   }
   refresh();
   over_at_entry_ = d_.counters.overshoot_bytes;
-  anew_ = std::exchange(start_anew_, false);
+  // What the optimizer has left free in the default pool can serve nothing in a MemPool: where
+  // something had to leave for want of room, it goes back.
+  squeezed_ =
+      std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
+  const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
+  anew_ = std::exchange(start_anew_, false) || aside;
   return (d_.counters.mapped > target || anew_) &&
          (cache_.releasable() > 0 || segments_.has_free_piece());
 }
 
 void TorchStore::end_step() {
+  end_aside();
+  route_.set_needed(false);
   cache_.set_mark(kUnlimited);
+  // What the first step has left free is not for the optimizer's state to lie in.
+  const bool first = std::exchange(first_step_, false);
+  d_.gate.due().release_segments |= first && d_.plan.moment() > 0;
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
 }
 
@@ -316,16 +338,18 @@ void TorchStore::end_step() {
 // as it may stay; other streams find a part of the budget free. Where that hole is not most of what
 // may stay, as in a cache of many segments, all goes back: it would be in the way of larger ones.
 Bytes TorchStore::trim(Entry& entry, Bytes target) {
-  constexpr Bytes kOthers = 16;     // a part of what may stay
   constexpr Bytes kPages = 40_MiB;  // of an expandable segment, on either side of the hole
   take_stuck();
+  end_aside();
   refresh();
   const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, most - most / kOthers);
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
-  {
+  if (anew_ && !cache_.pages().empty()) {
+    released = map_whole(entry, target);
+  } else {
     const Unlocked unlocked(entry);
     const Bytes peak = cache_.usage().allocated_peak;
     HeldStorage held;
@@ -338,6 +362,52 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   }
   const bool some = segments_.has_free_piece();  // what MemPools gave back
   return released + (some && d_.room.wait_for_gpu(entry) ? segments_.trim() : 0);
+}
+
+// torch keeps a MemPool's segments as it has cut them, for as long as that is there: one that came
+// to be above `high` stays there, and many small ones serve no large request, whatever leaves. So
+// the next step begins with another MemPool. Not where little would go back: gradients that are
+// kept lie in it too.
+bool TorchStore::outgrown(const MemPoolSegments::Pool& pool, Bytes high) {
+  refresh();
+  const Bytes reserved = cache_.usage().reserved;
+  const Bytes stays = reserved - std::min(reserved, cache_.releasable());
+  const CacheMap::PoolUsage usage = cache_.usage_of(pool);
+  return held_.side().triggers != 0 && stays > std::max(high, d_.plan.unavoidable()) &&
+         usage.free > usage.reserved / 2;
+}
+
+// Nobody knows the sizes that the first step asks for, so it goes over `high` for some, and in a
+// MemPool that would stay: the default pool serves it. What that has left free goes back then.
+bool TorchStore::may_serve(Entry& entry) {
+  if (held_.side().route == nullptr) {
+    return true;  // torch was told by Python
+  }
+  first_step_ = !d_.plan.learned();
+  if (!first_step_ && !cache_.has_pool(segments_.newest()) && cache_.releasable() >= kAside) {
+    const Unlocked unlocked(entry);
+    release_cached();
+  }
+  return !first_step_;
+}
+
+// One segment of all it may have, so that what leaves side by side makes room for any request. A
+// part of it is left for other streams.
+void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
+  if (!squeezed_ || !route_.here() || cache_.has_pool(segments_.newest())) {
+    return;
+  }
+  refresh();
+  const Bytes roof = roof_of_driver(0, d_.ceiling());
+  const Bytes most = roof - std::min(roof, d_.counters.mapped + room_for_small());
+  const Bytes bytes = (most - most / kOthers) / CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;
+  const Bytes peak = cache_.usage().allocated_peak;
+  const Unlocked unlocked(entry);
+  HeldStorage held;
+  if (bytes >= kAside && held_.side().make(d_.number, bytes, stream, true, &held)) {
+    held_.side().drop(held.storage);
+    cache_.forget_request(peak);
+  }
 }
 
 // Making again ------------------------------------------------------------------------------------
@@ -374,7 +444,7 @@ Block* TorchStore::adopt_made(const HeldStorage& held) {
 // any where the driver has no memory for it: torch would empty its cache, and wait for the GPU.
 Block* TorchStore::make_ahead(Entry& entry, RecordId id, Bytes bytes, bool far) {
   const driver::Stream stream = d_.ledger.find(id)->stream;
-  if (cache_.largest_hole(segments_.owner_here(stream)) < bytes) {
+  if (cache_.largest_hole(owner_here(stream)) < bytes) {
     const Bytes growth = cache_.growth_for(bytes);
     const Bytes roof = d_.ceiling();
     if (far || !fits_under(d_.counters.mapped, growth + room_for_small(), roof) ||

@@ -14,7 +14,9 @@
 
 #include "core/cache_map.hpp"
 #include "core/held_blocks.hpp"
+#include "core/holes_ahead.hpp"
 #include "core/mem_pool_segments.hpp"
+#include "core/pool_route.hpp"
 #include "core/refusal.hpp"
 #include "core/room.hpp"
 #include "core/store.hpp"
@@ -48,6 +50,13 @@ class TorchStore final : public Store {
   // Drops what is due, and tells torch of limits. Without any lock of ours.
   void settle_due(Due& due);
   MemPoolSegments& segments() { return segments_; }
+  PoolRoute& route() { return route_; }
+  // Whether a step that may use `high` should begin with a new MemPool instead of this one.
+  bool outgrown(const MemPoolSegments::Pool& pool, Bytes high);
+  // Whether the newest MemPool may serve the step that begins: not the first that there is.
+  bool may_serve(Entry& entry);
+  // It does, and has its first segment made where the step is known not to fit.
+  void entered_pool(Entry& entry, driver::Stream stream);
 
   void set_state(Block* block, BlockState state) override { block->state.move_to(state); }
   void put_away(Block* block) override;
@@ -77,10 +86,15 @@ class TorchStore final : public Store {
     std::vector<Block*> blocks;           // beside them
     std::vector<std::size_t> of_stretch;  // its place in `candidates`
     Bytes releasable = 0;                 // what torch can give back once what is due is gone
+    bool by_pages = false;                // there are expandable segments
+    std::size_t runs = 0;                 // of pages side by side, of the owner
+    std::size_t end = 0;                  // the candidate for pages yet to be mapped; 0: none
   };
 
   Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
   Block* adopt_made(const HeldStorage& held);
+  // Whose blocks torch hands out to this thread for work on `stream`.
+  CacheMap::Owner owner_here(driver::Stream stream) const;
   void refresh();
   void take_stuck();
   void watch(Record& record);
@@ -90,24 +104,32 @@ class TorchStore final : public Store {
   void poll_others(std::size_t most);
   std::optional<Bytes> release_cached();
   // torch_room.cpp
-  void look_at_cache(const CacheMap::Owner& owner);
+  void look_at_cache(const CacheMap::Owner& owner, Bytes request = 0, Bytes growing = 0);
   void now_idle(Address address);
   Bytes free_run(std::size_t stretch, bool with) const;
   void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   Evicted evict_window(const Window& window, Attempt& attempt);
   Evicted evict_last(bool of_mem_pools, Attempt& attempt);
+  bool is_there(const Window& window, Bytes roof);
   void evict_down(Entry& entry);
   void leave_later(Entry& entry);
   bool wait_for_copy(Entry& entry, Record& record);
-  Bytes can_release(Bytes free_segments) const;
+  bool can_release() const;
   Bytes room_for_small();
   Bytes growth_for(Bytes request);
   Bytes roof_of_driver(Bytes growth, Bytes roof);
+  // torch_aside.cpp
+  void lacked(Bytes request, const CacheMap::Owner& owner);
+  void set_aside(Entry& entry);
+  bool take_aside(Bytes request, const CacheMap::Owner& owner);
+  bool end_aside();
+  Bytes map_whole(Entry& entry, Bytes target);
 
   Device& d_;
   CacheMap& cache_;  // has a lock of its own
   HeldBlocks held_;
   MemPoolSegments segments_;
+  PoolRoute route_;
   TorchLimit limit_;
   std::vector<RecordId> watched_;  // whose blocks torch or backward may still reach; 0 for none
   std::size_t unwatched_ = 0;      // of them none
@@ -116,13 +138,20 @@ class TorchStore final : public Store {
   std::vector<void*> orphans_;  // storages to drop with the GIL
   std::atomic<std::size_t> orphan_count_{0};
   Sight sight_;
+  HolesAhead ahead_;
+  HeldStorage aside_;      // in the place of the hole; null for none
+  HolesAhead::Hole hole_;  // that one, or the last
+  std::uint32_t hole_step_ = 0;
   std::vector<Record*> victims_;    // scratch of evict_window
   std::vector<Address> departing_;  // scratch of look_at_cache
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
+  Bytes evicted_at_entry_ = 0;      // evicted bytes then
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
   bool anew_ = false;               // as it does now
+  bool squeezed_ = false;           // in the step before something had to leave
+  bool first_step_ = false;         // a MemPool waits until it is over
 };
 
 }  // namespace stagehand::core

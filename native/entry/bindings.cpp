@@ -10,6 +10,7 @@
 #include "entry/hooks.hpp"
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
+#include "entry/torch_api.hpp"
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
 
@@ -56,7 +57,7 @@ void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit
 void clear_budget(int device) {
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
     runtime->clear_budget();
-    runtime->drop_orphans();
+    settle(*runtime);
   }
 }
 
@@ -155,15 +156,21 @@ void enter_torch(int device) {
 
 bool set_torch_pool(int device, std::uint64_t first, std::uint64_t second) {
   core::Runtime& runtime = opened(device);
+  const bool enters = first != 0 || second != 0;
+  const driver::Stream stream = enters ? current_stream({dlpack::kCuda, device}) : nullptr;
   const nb::gil_scoped_release unlocked;
-  if (first != 0 || second != 0) {
-    if (!Registry::get().connect_peers(
-            device)) {  // with those in use since, without memory of ours
-      return false;
-    }
+  // With those in use since, without memory of ours.
+  if (enters && !Registry::get().connect_peers(device)) {
+    return false;
   }
-  runtime.set_torch_pool({first, second});
+  runtime.set_torch_pool({first, second}, stream);
   return true;
+}
+
+bool outgrown(int device, std::uint64_t first, std::uint64_t second, core::Bytes high) {
+  core::Runtime& runtime = opened(device);
+  const nb::gil_scoped_release unlocked;
+  return runtime.uses_torch() && runtime.outgrown({first, second}, high);
 }
 
 void set_debug(bool evict_everything, bool poison, bool checksums) {
@@ -237,7 +244,11 @@ NB_MODULE(_native, module) {
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
   module.def("enter_torch", &enter_torch, "device"_a);
+  module.def("can_route", &can_route);
   module.def("set_torch_pool", &set_torch_pool, "device"_a, "first"_a, "second"_a);
+  module.def("outgrown", &outgrown, "device"_a, "first"_a, "second"_a, "high"_a);
+  module.def("keep_mem_pool", &keep_mem_pool, "device"_a, "first"_a, "second"_a);
+  module.def("let_mem_pool_go", &let_mem_pool_go, "device"_a, "first"_a, "second"_a);
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
   module.def("keep", &keep, "device"_a, "address"_a);

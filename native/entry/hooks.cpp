@@ -7,6 +7,7 @@
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_error.hpp"
+#include "entry/torch_side.hpp"
 #include "entry/twins.hpp"
 
 namespace stagehand::entry {
@@ -51,15 +52,6 @@ Reason reason_of(core::SeenTensor::Kind kind) {
     default:
       return Reason::layout;
   }
-}
-
-driver::Stream current_stream(const dlpack::Device& device) {
-  driver::Stream stream = nullptr;
-  if (device.type == dlpack::kCuda &&
-      TorchApi::get().exchange->current_work_stream(dlpack::kCuda, device.id, &stream) != 0) {
-    throw nb::python_error();
-  }
-  return stream;
 }
 
 // Python's own collection of garbage may end handles and storages, which must not happen while a
@@ -130,9 +122,8 @@ Handle::~Handle() {
   }
   if (runtime != nullptr && !Registry::get().forked()) {
     runtime->drop_handle(record);
-    runtime->drop_orphans();
-    // In the common case this was the record's last handle, and autograd is about to add up what
-    // the node returned: with the twin gone it does so as with plain torch.
+    settle(*runtime);
+    // Most often autograd adds up next what the node returned: with the twin gone as plain torch.
     Twins::get().look_at(twin);
     Twins::get().sweep();
   }

@@ -153,6 +153,15 @@ const TorchApi& TorchApi::get() {
   return *leaked;
 }
 
+driver::Stream current_stream(const dlpack::Device& device) {
+  driver::Stream stream = nullptr;
+  if (device.type == dlpack::kCuda &&
+      TorchApi::get().exchange->current_work_stream(dlpack::kCuda, device.id, &stream) != 0) {
+    throw nb::python_error();
+  }
+  return stream;
+}
+
 bool TorchApi::is_tensor(PyObject* object) const {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type;
 }

@@ -71,6 +71,9 @@ struct TorchApi {
   inline static const core::TensorSide* tensors_ = nullptr;  // guarded by the GIL
 };
 
+// This thread's stream of a CUDA device; null of others.
+driver::Stream current_stream(const dlpack::Device& device);
+
 // The version of a tensor, followed without keeping its memory: the library holds the counter
 // itself; through Python a probe does, a tensor that shares the counter and has no storage.
 class Followed {

@@ -58,7 +58,58 @@ void told(int device) noexcept {
   on_cache(device, [](core::CacheMap& cache) { cache.told(); });
 }
 
-constexpr core::TorchListener kListener{&missed, &event, &snapshot, &known, &told};
+core::PoolRoute* route_of(int device) {
+  Registry& registry = Registry::get();
+  core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
+  return runtime != nullptr ? runtime->route() : nullptr;
+}
+
+void backward_goes_on(int device) noexcept {
+  if (core::PoolRoute* route = route_of(device); route != nullptr && route->to_join()) {
+    route->join();
+  }
+}
+
+void backward_ended(int device) noexcept {
+  if (core::PoolRoute* route = route_of(device); route != nullptr) {
+    route->backward_ended();
+  }
+}
+
+constexpr core::TorchListener kListener{&missed,           &event,         &snapshot, &known, &told,
+                                        &backward_goes_on, &backward_ended};
+
+// A memory pool that serves this thread and then nobody. Where that does not work, the table is
+// used without. By its name alone: a torch.cuda.MemPool ends the process where it goes while any
+// other serves somebody, as it does in a user's (torch's own check, until 2.13).
+bool try_route(const TorchSide& side, int device) try {
+  const nb::module_ torch = nb::module_::import_("torch");
+  const nb::object place = torch.attr("device")("cuda", device);
+  const nb::object id = torch.attr("cuda").attr("graph_pool_handle")();
+  const std::array<std::uint64_t, 2> wanted{nb::cast<std::uint64_t>(id[0]),
+                                            nb::cast<std::uint64_t>(id[1])};
+  const auto owner = [&] {
+    const nb::object tensor = torch.attr("empty")(1, nb::arg("device") = place);
+    const auto found = Registry::get().torch_cache(device).owner_of(
+        nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+    return found.has_value() ? found->pool : std::array<std::uint64_t, 2>{};
+  };
+  const auto tell = [&](bool on) {
+    const nb::gil_scoped_release unlocked;
+    if (!on) {
+      side.end_route(device);
+      side.let_pool_go(device, wanted.data());
+      return false;
+    }
+    return side.keep_pool(device, wanted.data()) && side.route(device, wanted.data(), false);
+  };
+  bool right = tell(true) && side.routed(device) && owner() == wanted;
+  tell(false);
+  right &= !side.routed(device) && owner() != wanted;
+  return right;
+} catch (const std::exception&) {  // nobody is served: what raised is not torch's own `route`
+  return false;
+}
 
 // One storage through the whole table: what a torch unknown to us may do otherwise shows here.
 std::string try_out(const TorchSide& side, int device) {
@@ -129,9 +180,39 @@ std::string use_torch_side(std::uintptr_t table, int device) {
     wrong = try_out(*side, device);
   }
   if (wrong.empty()) {
-    Registry::get().set_torch_side(side);
+    static TorchSide without;
+    without = *side;
+    without.route = nullptr;
+    const bool routes = side->route != nullptr && try_route(*side, device);
+    Registry::get().set_torch_side(routes ? side : &without);
   }
   return wrong;
+}
+
+bool can_route() {
+  const TorchSide* side = Registry::get().torch_side();
+  return side != nullptr && side->route != nullptr;
+}
+
+bool keep_mem_pool(int device, std::uint64_t first, std::uint64_t second) {
+  const TorchSide* side = Registry::get().torch_side();
+  const std::array<std::uint64_t, 2> pool{first, second};
+  const nb::gil_scoped_release unlocked;
+  return side != nullptr && side->keep_pool != nullptr && side->keep_pool(device, pool.data());
+}
+
+void let_mem_pool_go(int device, std::uint64_t first, std::uint64_t second) {
+  const std::array<std::uint64_t, 2> pool{first, second};
+  const nb::gil_scoped_release unlocked;
+  Registry::get().torch_side()->let_pool_go(device, pool.data());
+}
+
+void settle(core::Runtime& runtime) {
+  runtime.drop_orphans();
+  if (core::PoolRoute* route = runtime.route(); route != nullptr && route->to_settle()) {
+    const nb::gil_scoped_release unlocked;
+    route->settle();
+  }
 }
 
 void use_python_side() { Registry::get().set_torch_side(&python_side()); }

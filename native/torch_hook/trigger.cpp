@@ -7,7 +7,6 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -16,6 +15,7 @@
 #include <mutex>
 
 #include "core/torch_side.hpp"
+#include "torch_hook/serving.hpp"
 
 namespace {
 
@@ -26,12 +26,14 @@ using stagehand::core::TensorPlace;
 using stagehand::core::TorchListener;
 using stagehand::core::TorchSide;
 namespace caching = c10::cuda::CUDACachingAllocator;
+namespace serving = stagehand::torch_hook;
+using serving::capturing;
+using serving::g_listener;
+using serving::t_quiet;
 
 constexpr std::uint64_t kSmallPage = std::uint64_t{2} << 20;  // c10's kSmallBuffer
 
-TorchListener g_listener;
 std::atomic<bool> g_listening{false};
-thread_local bool t_quiet = false;   // this thread asks for what may as well be refused
 thread_local bool t_making = false;  // this thread is in `make`, for t_stream
 thread_local cudaStream_t t_stream = nullptr;
 thread_local bool t_snapshotting = false;  // this thread takes the snapshot that `listen` needs
@@ -42,10 +44,6 @@ c10::StorageImpl* impl_of(void* storage) { return static_cast<c10::StorageImpl*>
 bool torchs_own(const c10::DataPtr& memory) {
   return memory.get_deleter() == caching::get()->raw_deleter() &&
          memory.get() == memory.get_context();
-}
-
-bool capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 // With its memory history or a tracer on, torch gathers Python frames where it frees, and takes the
@@ -211,6 +209,14 @@ void tell_known(int device, const caching::SnapshotInfo& snapshot) {
 
 void traced(const caching::TraceEntry& entry) {
   using Entry = caching::TraceEntry;
+  if constexpr (serving::kTakenForCapture) {
+    if (entry.action_ == Entry::FREE_REQUESTED) {
+      return serving::freeing(entry.device_, entry.addr_);
+    }
+    if (entry.action_ == Entry::FREE_COMPLETED) {
+      serving::freed(entry.device_, entry.addr_);
+    }
+  }
   const auto say = [&](CacheEvent::Kind kind) {
     const CacheEvent event =
         event_of(kind, entry.device_, entry.addr_, entry.size_, entry.stream_, entry.mempool_);
@@ -301,6 +307,14 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.fraction = &fraction;
     made.set_fraction = &set_fraction;
     made.listen = &listen;
+    made.route = &serving::route;
+    made.leave_route = &serving::leave_route;
+    made.end_route = &serving::end_route;
+    made.keep_pool = &serving::keep_pool;
+    made.let_pool_go = &serving::let_pool_go;
+    made.watch_backwards = &serving::watch_backwards;
+    made.routed = &serving::routed;
+    made.in_backward = &serving::in_backward;
     return made;
   }();
   return &side;

@@ -1,6 +1,9 @@
 #include "fuzz/gpu_stress.hpp"
 
+#include <execinfo.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -93,6 +96,23 @@ class GpuContents : public Contents {
   std::string wrong_;
 };
 
+struct sigaction before_us;
+
+// Where in here, as offsets in this library; then what was there before says where in Python.
+void tell_where(int signal) {
+  void* frames[64];
+  backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
+  sigaction(signal, &before_us, nullptr);
+}
+
+void tell_of_crashes() {
+  void* first = nullptr;
+  backtrace(&first, 1);  // loads what it needs now
+  struct sigaction ours = {};
+  ours.sa_handler = &tell_where;
+  sigaction(SIGSEGV, &ours, &before_us);
+}
+
 driver::Table table_from(const void* const* addresses) {
   driver::Table table;
   std::memcpy(static_cast<void*>(&table), addresses, sizeof table);
@@ -141,6 +161,7 @@ std::string stress(const driver::Table& table, int device, driver::Context conte
 
 int stagehand_run_stress(const void* const* driver_addresses, int device, std::uint64_t seed,
                          double seconds, char* text, std::size_t size) {
+  stagehand::fuzz::tell_of_crashes();
   // The runtime outlives the call, and so does its table.
   const auto& table = *new stagehand::driver::Table(stagehand::fuzz::table_from(driver_addresses));
   stagehand::driver::Context context = nullptr;

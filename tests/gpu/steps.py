@@ -16,6 +16,7 @@ MIB = 1 << 20
 ROOM = 100 * MIB  # half of what a step of `mlp` on `rows` saves
 TIGHT_ROOM = 150 * MIB  # for steps beside which others use memory
 ON_TORCH = ("native", "mempool")  # the modes on torch's own caching allocator
+SLEEP_CYCLES = 20_000_000  # about 10 ms: what is queued behind it comes late
 
 
 LossOf = Callable[[Any, Tensor], Tensor]
@@ -50,18 +51,12 @@ def one_step(
 ) -> list[str]:
     """The digests of the loss and of every gradient. ``around`` is a pool, or nothing.
 
-    With a MemPool backward runs inside too, on this thread. The gradients are gone afterwards:
-    every step starts with the same memory in use.
+    The gradients are gone afterwards: every step starts with the same memory in use.
     """
     model.zero_grad(set_to_none=True)
     with around or contextlib.nullcontext():
         loss = loss_of(model, x)
-        inside = getattr(around, "mem_pool", None) is not None
-        if inside:  # a MemPool is for the thread that is inside
-            with torch.autograd.set_multithreading_enabled(False):
-                loss.backward()
-    if not inside:
-        loss.backward()
+    loss.backward()
     found = [digest(loss)] + [digest(p.grad) for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     return found

@@ -17,6 +17,7 @@ from steps import (
     MIB,
     ON_TORCH,
     ROOM,
+    SLEEP_CYCLES,
     TIGHT_ROOM,
     Captures,
     LossOf,
@@ -36,7 +37,6 @@ from torch import Tensor, nn
 
 on_torch = pytest.mark.parametrize("mode", ON_TORCH)
 STEPS = 3  # one to learn the plan, two that follow it
-SLEEP_CYCLES = 20_000_000  # about 10 ms: what is queued behind it comes late
 
 
 def assert_trains(pool: Any, model: nn.Module, x: Tensor, expected: list[str]) -> None:
@@ -204,16 +204,17 @@ def test_a_graph_captured_beside_a_pool_replays_right_after_evictions(
     assert_replays(graph, inputs, y, small)
 
 
+@on_torch
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "saving"])
 def test_a_graph_captured_inside_a_pool_replays_right_after_evictions(
-    grad: bool, torch_books: None
+    grad: bool, mode: str, torch_books: None
 ) -> None:
     """Under pressure: what is allocated in the capture may not make room, and must not."""
     small, inputs = mlp(256, 4), rows(256, 256)
     model, x = mlp(), rows()
     expected = one_step(model, x)
     warmed_up(inputs, small)
-    pool = budget_on_torch("native")
+    pool = budget_on_torch(mode)
     assert_trains(pool, model, x, expected)
     found: list[Any] = []
 

@@ -52,20 +52,12 @@ class Training:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def step(self, around: AbstractContextManager[Any]) -> Tensor:
-        """Forward in `around`, backward after it. Gradients stay, the weights are not changed.
-
-        In a MemPool backward is inside too: on this thread, which alone allocates from it.
-        """
+        """Forward in `around`, backward after it. Gradients stay, the weights are not changed."""
         batch = tuple(tensor.cuda() for tensor in self.workload.batch())
         self.optimizer.zero_grad(set_to_none=True)
         with around:
             loss = self.workload.loss(self.model, batch)
-            inside = getattr(around, "mem_pool", None) is not None
-            if inside:
-                with torch.autograd.set_multithreading_enabled(False):
-                    loss.backward()
-        if not inside:
-            loss.backward()
+        loss.backward()
         return loss.detach()
 
     def traced_steps(

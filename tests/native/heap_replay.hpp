@@ -65,6 +65,7 @@ inline Machine replay_machine() {
 struct Known {
   std::vector<std::uint64_t> inputs;
   std::uint64_t ns = 0;
+  bool exact = true;  // else it is to be proven; it comes back bit by bit
 };
 
 // What one replayed step did.
@@ -122,6 +123,9 @@ class Replay {
     if (high_ > 0) {
       rig_.budget(high_, high_ - 1_GiB);  // the pool is entered
     }
+    for (const Plan::ToProve& proof : std::exchange(proofs_, {})) {
+      rig_.runtime->proved(proof, true);
+    }
     rig_.runtime->reset_peaks();
     const Counters before = rig_.counters();
     const std::uint64_t mapping = mapping_ns();
@@ -160,7 +164,9 @@ class Replay {
       case 's': {
         const Address base = blocks_.at(event.b);
         const auto known = recipes_.find(event.a);
-        const Made made{base, known != recipes_.end() ? event.last : 0, 0, true};
+        const bool can = known != recipes_.end();
+        const bool exact = can && known->second.exact;
+        const Made made{base, can ? event.last : 0, exact ? 0U : 1U, exact};
         const Saved saved = runtime.save(base, base + event.first, base + event.last, false, made);
         CHECK_EQ(saved.refusal, Refusal::none);
         if (!records_.emplace(event.a, saved).second) {
@@ -194,23 +200,36 @@ class Replay {
     const Saved& saved = records_.at(record);
     Unpacked found = runtime.unpack(saved.record, saved.offset, stream_);
     if (found.status == Status::recompute) {
-      const Known& known = recipes_.at(record);
-      std::vector<Block*> inputs;
-      for (const std::uint64_t input : known.inputs) {
-        inputs.push_back(unpack(input));
-      }
-      runtime.making(saved.record, stream_);
-      const Address made = rig_.allocate(runtime.bytes_of(saved.record), stream_);
-      CHECK_EQ(keep_busy(stream_, known.ns), driver::kSuccess);
-      for (Block* input : inputs) {
-        runtime.drop_alias(input);
-      }
+      const Address made = make(record);
       CHECK(runtime.refill(saved.record, made, stream_));
       CHECK(runtime.free(made));
       found = runtime.unpack(saved.record, saved.offset, stream_);
     }
     CHECK_EQ(found.status, Status::ok);
+    if (found.proof.trace != 0) {
+      const Address made = make(record);
+      runtime.made(saved.record, stream_);
+      CHECK(runtime.free(made));
+      proofs_.push_back(found.proof);
+    }
     return found.block;
+  }
+
+  Address make(std::uint64_t record) {
+    Runtime& runtime = *rig_.runtime;
+    const RecordId id = records_.at(record).record;
+    const Known& known = recipes_.at(record);
+    std::vector<Block*> inputs;
+    for (const std::uint64_t input : known.inputs) {
+      inputs.push_back(unpack(input));
+    }
+    runtime.making(id, stream_);
+    const Address made = rig_.allocate(runtime.bytes_of(id), stream_);
+    CHECK_EQ(keep_busy(stream_, known.ns), driver::kSuccess);
+    for (Block* input : inputs) {
+      runtime.drop_alias(input);
+    }
+    return made;
   }
 
   driver::Stream stream_of(std::uint64_t number) {
@@ -238,6 +257,7 @@ class Replay {
   std::uint64_t unbudgeted_ns_ = 0;
   std::map<std::uint64_t, Address> blocks_;
   std::map<std::uint64_t, Known> recipes_;
+  std::vector<Plan::ToProve> proofs_;  // of the step before
   std::map<std::uint64_t, Saved> records_;
   std::map<std::uint64_t, Block*> aliases_;
 };

@@ -534,7 +534,7 @@ std::string FakeTorch::differs(CacheMap& cache) {
     }
   };
   expect("reserved", cache.usage().reserved, reserved());
-  expect("allocated", cache.usage().allocated, allocated());
+  expect("allocated", cache.usage().allocated + cache.usage().aside, allocated());
   std::map<std::pair<driver::Stream, TorchPool>, Bytes> holes;
   Bytes releasable = 0;
   for (const auto& [address, chunk] : chunks_) {

@@ -420,6 +420,67 @@ TEST("an expandable segment of small blocks has no holes, and counts as reserved
   CHECK_EQ(map.releasable(), 31_MiB);
 }
 
+// "now/at most in the step before" of the only owner.
+std::string pages_of(Map& map) {
+  const std::vector<CacheMap::Pages> all = map.pages();
+  return all.size() != 1 ? std::to_string(all.size()) + " owners"
+                         : std::to_string(all.front().mapped >> 20) + "/" +
+                               std::to_string(all.front().peak >> 20);
+}
+
+TEST("the most pages that a stream had count from one step to the next") {
+  Map map;
+  map.begin_step();
+  map.mapped(0, 60_MiB);
+  map.unmapped(20_MiB, 40_MiB);
+  CHECK_EQ(pages_of(map), "20/0");
+  map.begin_step();
+  CHECK_EQ(pages_of(map), "20/60");
+  map.begin_step();
+  CHECK_EQ(pages_of(map), "20/20");
+  map.mapped(200_MiB, 2_MiB);  // for small blocks
+  CHECK_EQ(pages_of(map), "20/20");
+  map.unmapped(0, 20_MiB);
+  map.begin_step();
+  map.begin_step();
+  CHECK_EQ(pages_of(map), "0 owners");
+}
+
+TEST("a stream that finds no hole needs what it has and what it grows by, though pages go back") {
+  Map map;
+  map.begin_step();
+  map.mapped(0, 60_MiB);
+  map.lacks_pages({map.stream, {}});
+  map.unmapped(20_MiB, 40_MiB);
+  map.mapped(100_MiB, 40_MiB);
+  map.mapped(140_MiB, 20_MiB);
+  map.begin_step();
+  CHECK_EQ(pages_of(map), "80/100");
+}
+
+TEST("what is set aside does not count as allocated, nor as asked for") {
+  Map map;
+  map.mapped(0, 40_MiB);
+  map.alloc(0, 4_MiB);
+  const CacheMap::Usage before = map.since().usage;
+  map.alloc(4_MiB, 30_MiB);
+  map.set_aside(kBase + 4_MiB, before.allocated_peak);
+  const CacheMap::Since since = map.since();
+  CHECK_EQ(since.usage.allocated, 4_MiB);
+  CHECK_EQ(since.usage.aside, 30_MiB);
+  CHECK_EQ(since.usage.allocated_peak, 4_MiB);
+  CHECK_EQ(since.allocated_peak, 4_MiB);
+  CHECK_EQ(since.largest_request, 0);
+  CHECK_EQ(map.hole(), 6_MiB);
+  map.freed(4_MiB, 30_MiB);
+  CHECK_EQ(map.usage().allocated, 4_MiB);
+  CHECK_EQ(map.usage().aside, 0);
+  CHECK_EQ(map.hole(), 36_MiB);
+  map.alloc(4_MiB, 30_MiB);
+  map.freed(4_MiB, 30_MiB);
+  CHECK_EQ(map.usage().allocated, 4_MiB);
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 

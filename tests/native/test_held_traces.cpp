@@ -1,10 +1,11 @@
-// A recorded training step (trace.hpp), replayed where torch's own allocator cuts the blocks.
+// Recorded training steps (trace.hpp), replayed where torch's own allocator cuts the blocks.
+#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <map>
+#include <string>
+#include <vector>
 
-#include "native/held_rig.hpp"
-#include "native/trace.hpp"
+#include "native/heap_replay.hpp"
+#include "native/held_replay.hpp"
 
 namespace stagehand::core::test {
 namespace {
@@ -18,108 +19,45 @@ constexpr Bytes kBatch = 12_MiB;
 // after the first step the optimizer's two moments of each weight.
 class Training {
  public:
-  Training() : rig_(trace_machine()), events_(read_trace("unet.txt")) {
-    CHECK(!events_.empty());
-    make_weights();
-  }
+  Training() { make_weights(); }
 
-  HeldRig& rig() { return rig_; }
+  HeldRig& rig() { return replay_.rig(); }
 
   // Returns the bytes by which torch went over `high`.
   Bytes step(Bytes high, Bytes low) {
-    drop_all(rest_);
-    stagehand_sim_drain();
-    const std::array<Storage*, 2> batch{make(kBatch), make(kBatch)};
-    const Bytes before = rig_.counters().overshoot_bytes;
-    rig_.budget(high, low);
-    in_forward_ = true;
-    replay(events_, stream_, [this](const Event& event) { play(event); });
+    replay_.drop_rest();
+    const std::array<Storage*, 2> batch{replay_.make(kBatch), replay_.make(kBatch)};
+    const Bytes before = rig().counters().overshoot_bytes;
+    replay_.step(high, low);
     for (Storage* one : batch) {
-      rig_.torch.drop(one);
+      rig().torch.drop(one);
     }
     if (++steps_ == 1) {
       make_weights();
       make_weights();
     }
-    return rig_.counters().overshoot_bytes - before;
+    return rig().counters().overshoot_bytes - before;
   }
 
   void end() {
-    drop_all(rest_);
+    replay_.drop_rest();
     for (Storage* one : weights_) {
-      rig_.torch.drop(one);
+      rig().torch.drop(one);
     }
     stagehand_sim_drain();
-    rig_.verify_empty();
+    rig().verify_empty();
   }
 
  private:
-  Storage* make(Bytes bytes) {
-    Storage* storage = rig_.torch.make(bytes, stream_);
-    CHECK(storage != nullptr);
-    return storage;
-  }
   void make_weights() {
     for (const Bytes bytes : kWeights) {
-      weights_.push_back(make(bytes));
-    }
-  }
-  void drop_all(std::map<std::uint64_t, Storage*>& storages) {
-    for (const auto& [id, storage] : storages) {
-      rig_.torch.drop(storage);
-    }
-    storages.clear();
-  }
-  void play(const Event& event) {
-    switch (event.kind) {
-      case 'a':
-        rest_[event.a] = make(event.b);
-        break;
-      case 'f':
-        rig_.torch.drop(rest_.at(event.a));
-        rest_.erase(event.a);
-        break;
-      case 's': {
-        const SavedTensor saved =
-            rig_.save({rest_.at(event.b), event.last - event.first, stream_, 0, event.first});
-        if (!records_.emplace(event.a, saved).second) {
-          rig_.drop_handle(saved);  // the trace counts one for all
-        }
-        break;
-      }
-      case 'h':
-        rig_.drop_handle(records_.at(event.a));
-        records_.erase(event.a);
-        break;
-      case 'u': {
-        if (in_forward_) {
-          in_forward_ = false;
-          rig_.runtime->clear_budget();
-        }
-        const SavedTensor& saved = records_.at(event.a);
-        const Unpacked again = rig_.runtime->unpack(saved.record, saved.offset, stream_);
-        CHECK_EQ(again.status, Status::ok);
-        aliases_[event.b] = rig_.view(again, saved, stream_).storage;
-        break;
-      }
-      case 'd':
-        rig_.torch.drop(aliases_.at(event.a));
-        aliases_.erase(event.a);
-        break;
-      default:
-        CHECK(false);
+      weights_.push_back(replay_.make(bytes));
     }
   }
 
-  HeldRig rig_;
-  const std::vector<Event> events_;
-  driver::Stream stream_ = rig_.stream();
+  HeldReplay replay_{"unet.txt", false};
   int steps_ = 0;
-  bool in_forward_ = false;
   std::vector<Storage*> weights_;
-  std::map<std::uint64_t, Storage*> rest_;  // tensors; gradients, which the next step drops first
-  std::map<std::uint64_t, SavedTensor> records_;
-  std::map<std::uint64_t, Storage*> aliases_;
 };
 
 // 40 % of its activation memory, with requests of a fifth of that and 730 MiB live between them:
@@ -135,6 +73,75 @@ TEST("U-Net: blocks that stay break up torch's cache, and no planned step goes o
     CHECK_EQ(training.rig().runtime->plan_state(), PlanState::following);
   }
   training.end();
+}
+
+// Expandable segments -----------------------------------------------------------------------------
+
+std::uint64_t mapping_calls() {
+  std::uint64_t all = 0;
+  for (const char* symbol : {"cuMemMap", "cuMemSetAccess", "cuMemUnmap"}) {
+    all += stagehand_sim_call_count(symbol);
+  }
+  return all;
+}
+
+// Three steps without pressure, and 20 at each share of the activations: after so many no page is
+// mapped or unmapped, and none but the first goes over.
+void expect_nothing_mapped(const std::string& trace, const std::vector<double>& shares,
+                           int learning) {
+  constexpr int kSteps = 20;
+  for (const double share : shares) {
+    Machine machine = replay_machine();
+    machine.host_limit = 40_GiB;
+    HeldReplay replay(trace, true, machine);
+    std::vector<Storage*> others;
+    for (Bytes at = 0; at < kOthers; at += 32_MiB) {
+      others.push_back(replay.make(32_MiB));
+    }
+    Counters counters;
+    for (int i = 0; i < 3; ++i) {
+      replay.drop_rest();
+      replay.step(60_GiB, 59_GiB);
+      stagehand_sim_drain();
+      counters = replay.rig().counters();
+    }
+    const auto activations = static_cast<double>(counters.occupied_peak - kOthers);
+    const Bytes high = kOthers + static_cast<Bytes>(share * activations);
+    const Bytes low = high - static_cast<Bytes>(activations / 10);
+    Bytes over = 0;
+    for (int i = 0; i < kSteps; ++i) {
+      const std::uint64_t calls = mapping_calls();
+      replay.drop_rest();
+      replay.step(high, low);
+      stagehand_sim_drain();
+      counters = replay.rig().counters();
+      CHECK(i == 0 || counters.overshoot_bytes == over);
+      over = counters.overshoot_bytes;
+      CHECK(i < learning || mapping_calls() == calls);
+    }
+    replay.drop_rest();
+    for (Storage* one : others) {
+      replay.rig().torch.drop(one);
+    }
+    stagehand_sim_drain();
+    replay.rig().verify_empty();
+  }
+}
+
+// Few tensors, each up to a third of what the budget leaves beside live memory: blocks of torch's
+// own break up the last stretch that would have held the next one.
+TEST("3-D U-Net: holes are made before their requests come, and a learned native step maps none") {
+  expect_nothing_mapped("unet3d.txt", {0.9, 0.85, 0.8, 0.75}, 10);
+}
+
+TEST("U-Net: a learned native step maps nothing") {
+  expect_nothing_mapped("unet.txt", {0.85, 0.75, 0.5}, 4);
+}
+
+// Gradients are reduced on a stream whose memory lies idle in forward. torch gives pages back of
+// every stream or of none.
+TEST("FSDP2: each stream has the pages it had at most, and a learned native step maps nothing") {
+  expect_nothing_mapped("fsdp2.txt", {0.92, 0.88, 0.87, 0.85, 0.8, 0.75, 0.6, 0.5}, 4);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Promises about what comes back ahead of need in torch's modes: it costs nobody else anything.
 #include "native/promise_rig.hpp"
+#include "native/trace.hpp"
 
 namespace stagehand::core::test {
 namespace {
@@ -48,6 +49,35 @@ TEST("prefetch does not ask torch for memory that the driver does not have") {
   CHECK(resident > 0);  // it does prefetch what there is room for
   CHECK_EQ(rig.driver.mem_release(others), 0);
   rig.back_all(saved, s);
+  rig.verify_empty();
+}
+
+// Each batch may have twice as many records as the one before, and is full with one of these.
+TEST("a prefetch of more batches than a number has bits ends") {
+  constexpr Bytes kBatch = 32_MiB;
+  constexpr int kRecords = 160;
+  HeldRig rig(trace_machine());
+  const driver::Stream s = rig.stream();
+  rig.budget(8_GiB, 8_GiB);
+  std::vector<SavedTensor> saved;
+  for (int i = 0; i < kRecords; ++i) {
+    Storage* storage = rig.torch.make(kBatch, s);
+    saved.push_back(rig.save({storage, kBatch, s}));
+    rig.torch.drop(storage);
+  }
+  rig.evict_all(s);
+  CHECK(!rig.resident(saved.front()));
+  for (; !saved.empty(); saved.pop_back()) {
+    const Unpacked again = rig.runtime->unpack(saved.back().record, saved.back().offset, s);
+    CHECK_EQ(again.status, Status::ok);
+    Storage* storage = rig.view(again, saved.back(), s).storage;
+    if (saved.size() == kRecords / 2) {
+      CHECK(rig.resident(saved.front()));
+    }
+    rig.drop_handle(saved.back());
+    rig.torch.drop(storage);
+  }
+  stagehand_sim_drain();
   rig.verify_empty();
 }
 

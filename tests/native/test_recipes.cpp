@@ -59,6 +59,20 @@ TEST("where the lanes carry all for nothing, nothing is made again") {
   CHECK(outcome.later < 1.01);
 }
 
+TEST("what was proven is dropped, also where other records were planned to leave with it") {
+  Replay replay("llama.txt");
+  replay.make_again(recipes_of("llama.txt", true));
+  replay.set_share(0.43);
+  Step last;
+  for (int i = 0; i < 14; ++i) {
+    last = replay.step();
+    CHECK_EQ(last.gained.overshoot_bytes, 0);
+  }
+  CHECK(last.gained.dropped_bytes > 5_GiB);  // 3.75 are of elementwise recipes
+  CHECK(last.ns < replay.unbudgeted_ns() * 5 / 4);
+  replay.verify();
+}
+
 TEST("recipes that come after a step was planned are planned with") {
   Replay replay("vit.txt");
   replay.set_share(0.5);

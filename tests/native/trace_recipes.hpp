@@ -17,7 +17,9 @@ struct SavedByBlock {
   std::size_t blocks = 0;
   std::vector<std::string> names;
   // Of a name: those it is made of, and the milliseconds for a GiB.
-  std::map<std::string, std::pair<std::vector<std::string>, double>> made_of;
+  using MadeOf = std::map<std::string, std::pair<std::vector<std::string>, double>>;
+  MadeOf made_of;
+  MadeOf products;  // of matrices
 };
 
 inline SavedByBlock saved_by_block(const std::string& trace) {
@@ -26,7 +28,8 @@ inline SavedByBlock saved_by_block(const std::string& trace) {
             0,
             12,
             {"x", "ln1", "qkv", "attn", "x2", "ln2", "up", "gelu"},
-            {{"gelu", {{"up"}, 0.9}}}};
+            {{"gelu", {{"up"}, 0.9}}},
+            {{"up", {{"ln2"}, 6.8}}, {"qkv", {{"ln1"}, 6.8}}}};
   }
   if (trace == "llama.txt") {
     return {3_MiB,
@@ -37,16 +40,23 @@ inline SavedByBlock saved_by_block(const std::string& trace) {
             {{"norm", {{"normed"}, 2.4}},
              {"norm2", {{"normed2"}, 2.4}},
              {"silu", {{"gate"}, 0.6}},
-             {"product", {{"silu", "up"}, 0.8}}}};
+             {"product", {{"silu", "up"}, 0.8}}},
+            {{"q", {{"norm"}, 6}},
+             {"k", {{"norm"}, 6}},
+             {"v", {{"norm"}, 6}},
+             {"gate", {{"norm2"}, 6}},
+             {"up", {{"norm2"}, 6}}}};
   }
   return {2600_KiB,
           1,
           12,
           {"x", "ln1", "wq", "qkv", "attn", "x2", "ln2", "w1", "fc1", "gelu", "w2"},
-          {{"gelu", {{"fc1"}, 0.6}}}};
+          {{"gelu", {{"fc1"}, 0.6}}},
+          {}};
 }
 
-inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace) {
+// `products`: those of matrices too, which are to be proven.
+inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace, bool products = false) {
   const SavedByBlock by = saved_by_block(trace);
   std::map<std::uint64_t, Bytes> blocks;
   std::map<std::uint64_t, Bytes> seen;
@@ -66,15 +76,22 @@ inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace) {
     for (std::size_t i = 0; i < by.names.size(); ++i) {
       here[by.names[i]] = large.at(by.skip + block * by.names.size() + i);
     }
-    for (const auto& [name, how] : by.made_of) {
-      const auto [record, bytes] = here.at(name);
-      Known known;
-      for (const std::string& input : how.first) {
-        known.inputs.push_back(here.at(input).first);
+    const auto add = [&](const SavedByBlock::MadeOf& all, bool exact) {
+      for (const auto& [name, how] : all) {
+        const auto [record, bytes] = here.at(name);
+        Known known;
+        for (const std::string& input : how.first) {
+          known.inputs.push_back(here.at(input).first);
+        }
+        known.ns = static_cast<std::uint64_t>(how.second * 1e6 * static_cast<double>(bytes) /
+                                              static_cast<double>(1_GiB));
+        known.exact = exact;
+        recipes.emplace(record, known);
       }
-      known.ns = static_cast<std::uint64_t>(how.second * 1e6 * static_cast<double>(bytes) /
-                                            static_cast<double>(1_GiB));
-      recipes.emplace(record, known);
+    };
+    add(by.made_of, true);
+    if (products) {
+      add(by.products, false);
     }
   }
   return recipes;

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stagehand_alloc import _recipe
+
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 
@@ -46,6 +48,13 @@ def sources(folder: str) -> list[Path]:
 
 def includes(path: Path) -> list[tuple[str, str]]:
     return INCLUDE.findall(path.read_text())
+
+
+def test_what_is_built_on_the_users_machine_is_installed_whole() -> None:
+    installed = (NATIVE / "cmake" / "extension.cmake").read_text()
+    for source in sources("torch_hook"):
+        for file in _recipe._with_included(source, NATIVE):
+            assert str(file.relative_to(NATIVE)) in installed, f"{file}, for {source}"
 
 
 @pytest.mark.parametrize("folder", sorted(MAY_INCLUDE))

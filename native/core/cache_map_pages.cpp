@@ -1,0 +1,69 @@
+// What the engine itself has torch hand out, and how many pages of expandable segments each stream
+// has.
+#include <algorithm>
+#include <utility>
+
+#include "core/cache_map.hpp"
+
+namespace stagehand::core {
+
+void CacheMap::forget_request(Bytes allocated_peak_before) {
+  const Lock lock(mutex_);
+  largest_request_ = 0;
+  peak_since_ = usage_.allocated;
+  usage_.allocated_peak = std::max(allocated_peak_before, usage_.allocated);
+}
+
+void CacheMap::set_aside(Address address, Bytes allocated_peak_before) {
+  {
+    const Lock lock(mutex_);
+    if (const auto live = lives_.find(address); live != lives_.end()) {
+      aside_.insert(address);
+      usage_.allocated -= std::min(usage_.allocated, live->second);
+      usage_.aside += live->second;
+    }
+  }
+  forget_request(allocated_peak_before);
+}
+
+void CacheMap::add_pages(const Segment& segment, Bytes bytes) {
+  if (segment.has_pages()) {
+    PageCount& count = pages_[segment.owner];
+    count.mapped += bytes;
+    count.peak = std::max({count.peak, count.mapped, std::exchange(count.lacking, 0) + bytes});
+  }
+}
+
+void CacheMap::remove_pages(const Segment& segment, Bytes bytes) {
+  if (segment.has_pages()) {
+    Bytes& mapped = pages_[segment.owner].mapped;
+    mapped -= std::min(mapped, bytes);
+  }
+}
+
+void CacheMap::begin_pages() {
+  for (auto one = pages_.begin(); one != pages_.end();) {
+    PageCount& count = one->second;
+    count.peak_before = std::exchange(count.peak, count.mapped);
+    count.lacking = 0;
+    one = count.peak_before == 0 ? pages_.erase(one) : std::next(one);  // it may never come again
+  }
+}
+
+std::vector<CacheMap::Pages> CacheMap::pages() {
+  const Lock lock(mutex_);
+  std::vector<Pages> all;
+  for (const auto& [owner, count] : pages_) {
+    all.push_back({owner, count.mapped, count.peak_before});
+  }
+  return all;
+}
+
+void CacheMap::lacks_pages(const Owner& owner) {
+  const Lock lock(mutex_);
+  if (const auto found = pages_.find(owner); found != pages_.end()) {
+    found->second.lacking = found->second.mapped;
+  }
+}
+
+}  // namespace stagehand::core

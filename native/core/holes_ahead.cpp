@@ -1,0 +1,32 @@
+#include "core/holes_ahead.hpp"
+
+#include <algorithm>
+
+namespace stagehand::core {
+
+void HolesAhead::lacked(std::uint32_t trace, const Hole& hole) {
+  const auto [found, added] = known_.try_emplace({trace, hole.place}, Known{hole});
+  if (!added) {
+    Known& known = found->second;
+    known.hole.bytes = std::max(known.hole.bytes, hole.bytes);
+    known.hole.owner = hole.owner;
+    known.ahead += kEarlier;
+  } else if (known_.size() > kMost) {
+    known_.erase(known_.begin());
+  }
+}
+
+const HolesAhead::Hole* HolesAhead::wanted(std::uint32_t trace, std::size_t now, std::size_t from,
+                                           bool* soon) const {
+  const auto end = known_.upper_bound({trace, now + kEarliest + kForNothing});
+  for (auto one = known_.lower_bound({trace, from}); one != end; ++one) {
+    const Known& known = one->second;
+    if (known.ahead <= kEarliest && now + known.ahead + kForNothing >= known.hole.place) {
+      *soon = now + known.ahead >= known.hole.place;
+      return &known.hole;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace stagehand::core

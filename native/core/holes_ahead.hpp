@@ -1,0 +1,40 @@
+// Requests that found no hole in torch's cache, though there were bytes enough: blocks that stay
+// lay in every stretch. In the next steps their holes are made some places earlier. Pure.
+#pragma once
+
+#include <map>
+#include <utility>
+
+#include "core/cache_map.hpp"
+
+namespace stagehand::core {
+
+class HolesAhead {
+ public:
+  struct Hole {
+    std::size_t place = 0;  // of the request: so many records were saved or asked for before it
+    Bytes bytes = 0;
+    CacheMap::Owner owner;
+  };
+  // No hole could be made for this one, in a step that repeats the trace. Each time it is wanted
+  // earlier: nobody knows when the last stretch that would do is broken up.
+  void lacked(std::uint32_t trace, const Hole& hole);
+  // The next one that is wanted by now, of those from place `from` on; null without any. `soon`:
+  // it is worth making others leave for it.
+  const Hole* wanted(std::uint32_t trace, std::size_t now, std::size_t from, bool* soon) const;
+  bool empty() const { return known_.empty(); }
+
+ private:
+  static constexpr std::size_t kEarliest = 64;   // places ahead; what lacked even so is given up
+  static constexpr std::size_t kEarlier = 2;     // places, each time
+  static constexpr std::size_t kForNothing = 4;  // places before that, where the hole is there
+  static constexpr std::size_t kMost = 64;       // holes; those of the oldest traces go
+
+  struct Known {
+    Hole hole;
+    std::size_t ahead = 1;
+  };
+  std::map<std::pair<std::uint32_t, std::size_t>, Known> known_;  // by trace and place
+};
+
+}  // namespace stagehand::core

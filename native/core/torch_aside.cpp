@@ -1,0 +1,113 @@
+// Holes that are made before their request comes, and memory that torch maps at once: so that a
+// step of fixed shapes finds all that it asks for in what is mapped.
+#include <algorithm>
+#include <utility>
+
+#include "core/device.hpp"
+#include "core/torch_store.hpp"
+
+namespace stagehand::core {
+
+// The request finds no hole, and pages go back for it. With segments of their own sizes nothing is
+// known to be gained by setting one aside.
+void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
+  cache_.lacks_pages(owner);
+  if (sight_.runs == 1 && request > kSmallLimit && d_.plan.repeats() != 0) {
+    ahead_.lacked(d_.plan.repeats(), {d_.plan.place(), request, owner});
+  }
+}
+
+// At a save or unpack. What blocks of torch's own would break up until the request comes is taken
+// from torch until then; what is in the way leaves. Not where live memory needs the bytes.
+void TorchStore::set_aside(Entry& entry) {
+  if (ahead_.empty()) {
+    return;
+  }
+  const std::size_t place = d_.plan.place();
+  const bool same_step = hole_step_ == d_.books.step();
+  if (aside_.storage != nullptr && same_step && place <= hole_.place) {
+    return;
+  }
+  end_aside();
+  const std::size_t from = same_step && place >= hole_.place ? hole_.place + 1 : place;
+  bool soon = false;
+  const HolesAhead::Hole* wanted =
+      d_.budget.armed ? ahead_.wanted(d_.plan.repeats(), place, from, &soon) : nullptr;
+  if (wanted == nullptr || held_.side().blocked() ||
+      !fits_under(d_.live(), wanted->bytes, d_.ceiling())) {
+    return;
+  }
+  const HolesAhead::Hole hole = *wanted;
+  if (cache_.largest_hole(hole.owner) < hole.bytes) {
+    look_at_cache(hole.owner);
+    const Window window = choose_window(sight_.candidates, hole.bytes);
+    Attempt attempt;
+    const bool leave = window.victims > 0;
+    if (!window.found || (leave && !soon) ||
+        (leave && evict_window(window, attempt) != Evicted::yes)) {
+      return;
+    }
+  }
+  HeldStorage held;
+  bool made = false;
+  const Bytes peak = cache_.usage().allocated_peak;
+  {
+    const Unlocked unlocked(entry);
+    made = cache_.largest_hole(hole.owner) >= hole.bytes &&
+           held_.side().make(d_.number, hole.bytes, hole.owner.stream, true, &held);
+  }
+  if (made) {
+    end_aside();  // of another thread that was here meanwhile
+    aside_ = held;
+    hole_ = hole;
+    hole_step_ = d_.books.step();
+    cache_.set_aside(held.address, peak);
+  }
+}
+
+// A miss that is for what was set aside.
+bool TorchStore::take_aside(Bytes request, const CacheMap::Owner& owner) {
+  const bool its = aside_.storage != nullptr && request > kSmallLimit && request <= aside_.bytes &&
+                   owner == hole_.owner && d_.plan.place() >= hole_.place;
+  return its && end_aside();
+}
+
+bool TorchStore::end_aside() {
+  if (aside_.storage == nullptr) {
+    return false;
+  }
+  d_.gate.due().storages.push_back({aside_.storage, aside_.address});
+  aside_ = {};
+  return true;
+}
+
+// After a step that had to give pages back, before the next: free memory of expandable segments
+// lies in pieces between gaps. It goes back, and as much is mapped in one piece for each stream:
+// for the one that had most, whose records leave, what the others have left of the budget; for
+// those as much as they had at most in that step, since they would have to take it from the first
+// one again. Here the GPU has been waited for, so that no copy out is under way, beside which it
+// takes the driver thirty times as long to open access to a page.
+Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
+  const Bytes small = room_for_small();
+  const Unlocked unlocked(entry);
+  const Bytes peak = cache_.usage().allocated_peak;
+  Bytes released = release_cached().value_or(0);
+  std::vector<CacheMap::Pages> owners = cache_.pages();
+  std::sort(owners.begin(), owners.end(),
+            [](const auto& one, const auto& other) { return one.peak < other.peak; });
+  for (const CacheMap::Pages& one : owners) {
+    const Bytes room = target - std::min(target, cache_.usage().reserved + small);
+    const bool last = &one == &owners.back();
+    const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
+    const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
+    HeldStorage held;
+    if (whole > 0 && held_.side().make(d_.number, whole, one.owner.stream, true, &held)) {
+      held_.side().drop(held.storage);
+      released -= std::min(released, whole);
+    }
+  }
+  cache_.forget_request(peak);
+  return released;
+}
+
+}  // namespace stagehand::core
