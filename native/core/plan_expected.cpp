@@ -1,7 +1,7 @@
 // What the step's trace says of its records: questions only, but for `proved`.
-#include "core/plan.hpp"
-
 #include <algorithm>
+
+#include "core/plan.hpp"
 
 namespace stagehand::core {
 
