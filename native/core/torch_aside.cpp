@@ -23,6 +23,10 @@ void TorchStore::set_aside(Entry& entry) {
   if (ahead_.empty()) {
     return;
   }
+  if (d_.counters.overshoot_bytes > over_at_entry_) {
+    end_aside();  // bytes are short, and not only side by side
+    return;
+  }
   const std::size_t place = d_.plan.place();
   const bool same_step = hole_step_ == d_.books.step();
   if (aside_.storage != nullptr && same_step && place <= hole_.place) {
