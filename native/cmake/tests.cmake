@@ -67,7 +67,7 @@ if(NOT STAGEHAND_SANITIZE STREQUAL "thread")
   # A slice of what `make fuzz` runs.
   foreach(store allocator torch)
     stagehand_add_test(fuzz_${store} stagehand_fuzz --store ${store} --seeds 16 --ops 1000)
-    stagehand_add_test(fuzz_sweep_${store} stagehand_fuzz --store ${store} --seeds 1 --sweep)
+    stagehand_add_test(fuzz_sweep_${store} stagehand_fuzz --store ${store} --seeds 2 --sweep)
   endforeach()
 
   # The driver contract is among what tests/native shares.

@@ -29,18 +29,25 @@ def writable_memory() -> Iterator[tuple[int, int]]:
 
 
 def flip_a_bit_wherever(contents: bytes) -> int:
-    """Change the memory that holds `contents`, as bad memory would; returns how often it was."""
+    """Change all memory that holds `contents`, as bad memory would; returns how often it was.
+
+    Memory that was freed may hold it too, before the copy that counts.
+    """
+    own = id(contents) + bytes.__basicsize__ - 1  # what is looked for stays as it is
     count = 0
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         for begin, end in writable_memory():
             memory.seek(begin)
             try:
-                at = memory.read(end - begin).find(contents)
+                found = memory.read(end - begin)
             except OSError:
                 continue  # reserved, or gone meanwhile
-            if at >= 0:
-                ctypes.c_ubyte.from_address(begin + at).value ^= 1
-                count += 1
+            at = found.find(contents)
+            while at >= 0:
+                if begin + at != own:
+                    ctypes.c_ubyte.from_address(begin + at).value ^= 1
+                    count += 1
+                at = found.find(contents, at + len(contents))
     return count
 
 
