@@ -8,7 +8,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,9 +38,10 @@ from stagehand_alloc._modules import ModuleWatch
 from stagehand_alloc._stats import DeviceLike, PoolStats
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from stagehand_alloc._hooks import SavedTensorInfo
+    from stagehand_alloc._marks import Marks
 
     KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
 
@@ -123,8 +124,10 @@ class Pool:
         keep: KeepPredicate | None,
         device: DeviceLike,
         mode: _modes.Mode | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self._mode_asked = mode
+        self._marks = marks
         self._mode: _modes.Mode | None = None  # known from the first entry on
         self._mem_pools: list[Any] = []  # one at most
         self._config = config
@@ -148,7 +151,10 @@ class Pool:
                 _configure_pinned(_driver.native(), self._config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the same settings and was never entered: for models that hold a pool."""
+        """A copy has the same settings and was never entered: for models that hold a pool.
+
+        It marks no modules: those that ``recompute`` named are not its own.
+        """
         return _again, (
             self._config,
             self._sizes,
@@ -197,7 +203,7 @@ class Pool:
                 "entered it.",
                 "Use one `with` per step, on the thread that runs forward.",
             )
-        self._release(entry)
+        self._release(entry, inner=kind is not None)
         if kind is None:
             _trouble.look(entry.device)
 
@@ -362,16 +368,19 @@ class Pool:
         self._enter_torch(entry)
         self._enter_hooks(entry)
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: _Entry, inner: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
 
-        It is forgotten last: interrupted, the next entry begins again.
+        It is forgotten last: interrupted, the next entry begins again. ``inner``: an error ended
+        the `with`, and what checkpoints inside it left on the stack is nobody's any more.
         """
         entry.left = True
         native = _driver.native()
         if entry.hooked and entry.thread == threading.get_ident():
-            _remove_hooks()
+            _remove_hooks(inner)
             native.Hooks.end_step()
+            if self._marks is not None:
+                self._marks.leave()
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
@@ -414,6 +423,8 @@ class Pool:
         if self._keep is not None:
             self._watch.enter()
         entry.hooked = True
+        if self._marks is not None:
+            self._marks.enter()
         _autograd._push_saved_tensors_default_hooks(self._hooks.pack, self._hooks.unpack)
 
     def _passed_through(self) -> dict[str, int]:
@@ -428,6 +439,7 @@ def pool(
     mode: str | None = None,
     config: Config | dict[str, Any] | str | Path | None = None,
     keep: KeepPredicate | None = None,
+    recompute: bool | nn.Module | Iterable[nn.Module] | None = None,
     telemetry: bool | str | Path | None = None,
     device: DeviceLike = None,
 ) -> Pool:
@@ -445,6 +457,11 @@ def pool(
         config: further settings: a Config, a dict, or a file for `load_config`. The arguments
             here win over it.
         keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
+        recompute: drop what is sooner made again than moved. True: what autograd's own nodes can
+            make, such as the output of a gelu. Modules, such as ``model.layers``, or the model,
+            whose blocks are found: what their forward saves too, by running it again as
+            ``torch.utils.checkpoint`` does, and only where it was dropped. They must compute the
+            same each time. Default: the config's.
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
         device: default: the current CUDA device.
 
@@ -459,6 +476,13 @@ def pool(
             "Give a function that takes a SavedTensorInfo and returns a bool.",
         )
     settings = _settings(config, telemetry)
+    marks = None
+    if recompute is not None:
+        if not isinstance(recompute, bool):
+            from stagehand_alloc import _marks
+
+            marks = _marks.Marks(_marks.modules_of(recompute))
+        settings = dataclasses.replace(settings, recompute=recompute is not False)
     sizes = (
         settings.high if high is None else plain_number(high),
         settings.low if low is None else plain_number(low),
@@ -468,7 +492,7 @@ def pool(
         if size is not None:
             parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
     _check_order(*sizes)
-    made = Pool(settings, sizes, keep, device, known_mode)
+    made = Pool(settings, sizes, keep, device, known_mode, marks)
     made._prepare()
     return made
 
@@ -524,8 +548,12 @@ def _settings(
     return settings
 
 
-def _remove_hooks() -> None:
-    """Take our hooks off this thread's stack, also from below those of others."""
+def _remove_hooks(inner: bool) -> None:
+    """Take our hooks off this thread's stack, also from below those of others.
+
+    ``inner``: those of torch's checkpoint above ours go too. A region that is interrupted between
+    any two steps may leave one pair of hooks too many, and each exit takes whichever is on top.
+    """
     from torch._C import _autograd
 
     hooks = _driver.native().Hooks
@@ -534,7 +562,9 @@ def _remove_hooks() -> None:
         _autograd._pop_saved_tensors_default_hooks()
         if isinstance(getattr(top[0], "__self__", None), hooks):
             break
-        others.append(top)
+        name = getattr(top[0], "__qualname__", "")
+        if not (inner and name.startswith("_checkpoint_hook.")):
+            others.append(top)
     for pack, unpack in reversed(others):
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
 

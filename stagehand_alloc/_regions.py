@@ -132,6 +132,11 @@ def _hooks_here() -> tuple[Any, int] | None:
     return entry.pool._hooks, entry.device
 
 
+def takes_over() -> bool:
+    """Whether `checkpoint` would mark a region here, rather than be torch's as it is."""
+    return _hooks_here() is not None
+
+
 class _First:
     """Around the function's first run, inside of what torch's checkpoint hides it behind."""
 

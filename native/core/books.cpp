@@ -113,14 +113,22 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
   Record* record = block->record;
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
-    const bool again = covers(*record, block, made);
+    if (!covers(*record, block, made)) {
+      made = Made{};
+    }
     try {
-      record->place = d_.plan.saved(block->size, Ledger::id_of(*record), again ? made : Made{});
+      record->place = d_.plan.saved(block->size, Ledger::id_of(*record), made,
+                                    {inside.call, of_call && record->block_begin == 0});
     } catch (...) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
     }
     record->recipe = can_recompute(*record, block, made, of_call);
+    for (std::size_t i = 0; i < Made::kInputs && made.bytes != 0; ++i) {
+      if (const Record* input = d_.ledger.find(made.of[i]); input != nullptr) {
+        d_.plan.made_of(record->place, i, input->place);
+      }
+    }
     if (step_ != record->place.step) {
       step_ = record->place.step;
       d_.clocks.steps.step_began(d_.plan);

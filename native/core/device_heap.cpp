@@ -95,7 +95,7 @@ void DeviceHeap::drop_empty_arenas() {
 
 // An arena in which nothing is left goes: the driver has its addresses again.
 bool DeviceHeap::gave_up(Arena& arena) {
-  if (!arena.pieces.empty()) {
+  if (!arena.pieces.empty() || arena.pins > 0) {
     return false;
   }
   free_addresses(arena);

@@ -5,8 +5,69 @@
 
 namespace stagehand::core {
 
-Search::Search(const Grid& grid, double idle, double cheap)
+namespace {
+
+// Of one call's records, sorted by how far it has to run for them.
+void add_call(const Grid& grid, const std::vector<std::uint32_t>& all,
+              std::vector<Droppable>* items) {
+  const auto ns = [&](std::size_t k) { return grid.records[all[k]].rerun_ns; };
+  std::size_t used = grid.buckets;
+  for (const std::uint32_t i : all) {
+    used = std::min(used, grid.records[i].used);
+  }
+  double before = 0;
+  for (std::size_t k = 0; k < all.size();) {
+    std::size_t end = k + 1;
+    double least = 0;
+    double bytes = 0;
+    for (std::size_t n = k; n < all.size(); ++n) {
+      bytes += grid.records[all[n]].bytes;
+      if (const double cost = (ns(n) - before) / bytes; n == k || cost <= least) {
+        least = cost;
+        end = n + 1;
+      }
+    }
+    Droppable item;
+    item.used = used;
+    item.ns = std::max(1.0, ns(end - 1) - before);
+    for (; k < end; ++k) {
+      item.records.push_back(all[k]);
+      item.bytes += grid.records[all[k]].bytes;
+      item.retained = std::max(item.retained, grid.records[all[k]].retained);
+    }
+    before = ns(end - 1);
+    items->push_back(std::move(item));
+  }
+}
+
+}  // namespace
+
+std::vector<Droppable> droppable(const Grid& grid) {
+  std::vector<Droppable> items;
+  std::vector<std::vector<std::uint32_t>> calls(grid.calls);
+  for (std::uint32_t i = 0; i < grid.records.size(); ++i) {
+    const Placed& one = grid.records[i];
+    if (one.retained >= one.used || one.bytes <= 0) {
+      continue;
+    }
+    if (one.again_ns > 0) {
+      items.push_back({{i}, one.again_ns, one.bytes, one.retained, one.used});
+    } else if (one.call != 0) {
+      calls[one.call - 1].push_back(i);
+    }
+  }
+  for (std::vector<std::uint32_t>& all : calls) {
+    std::sort(all.begin(), all.end(), [&](auto a, auto b) {
+      return std::pair(grid.records[a].rerun_ns, a) < std::pair(grid.records[b].rerun_ns, b);
+    });
+    add_call(grid, all, &items);
+  }
+  return items;
+}
+
+Search::Search(const Grid& grid, const std::vector<Droppable>& items, double idle, double cheap)
     : grid_(grid),
+      items_(items),
       out_(grid.buckets, grid.out * idle),
       in_(grid.buckets, grid.in * idle),
       away_(grid.buckets, 0),
@@ -15,16 +76,16 @@ Search::Search(const Grid& grid, double idle, double cheap)
       next_(grid.buckets, 0),
       again_(grid.buckets),
       fates_(grid.records.size(), Fate::stay) {
+  std::vector<bool> only_dropped(grid.records.size(), false);
+  for (std::uint32_t k = 0; k < items.size(); ++k) {
+    again_[items[k].retained].push_back(k);
+    for (const std::uint32_t i : items[k].records) {
+      only_dropped[i] = items[k].ns / items[k].bytes <= cheap;
+    }
+  }
   for (std::uint32_t i = 0; i < grid.records.size(); ++i) {
     const Placed& one = grid.records[i];
-    if (one.retained >= one.used) {
-      continue;
-    }
-    const bool can = one.again_ns > 0;
-    if (can) {
-      again_[one.retained].push_back(i);
-    }
-    if (!can || again(i) > cheap) {
+    if (one.retained < one.used && !only_dropped[i]) {
       lists_[one.retained].push_back(i);
     }
   }
@@ -37,8 +98,8 @@ Search::Search(const Grid& grid, double idle, double cheap)
 
 std::vector<Fate> Search::run() {
   for (std::size_t t = 0; t < grid_.buckets; ++t) {
-    for (const std::uint32_t i : again_[t]) {
-      droppable_.emplace(again(i), i);
+    for (const std::uint32_t k : again_[t]) {
+      droppable_.emplace(items_[k].ns / items_[k].bytes, k);
     }
     while (grid_.over[t] > away_[t] && take_one(t)) {
     }
@@ -48,20 +109,42 @@ std::vector<Fate> Search::run() {
 
 bool Search::take_one(std::size_t t) {
   const Leaving found = best_leaving(t);
-  const bool none = found.bucket == grid_.buckets;
-  while (!droppable_.empty() && (none || found.late_ns > droppable_.top().first)) {
-    const std::uint32_t i = droppable_.top().second;
-    droppable_.pop();
-    if (fates_[i] == Fate::stay && grid_.records[i].used > t + 1) {
-      drop(i);
-      return true;
-    }
+  if (drop_one(t, found)) {
+    return true;
   }
-  if (none) {
+  if (found.bucket == grid_.buckets) {
     return false;
   }
   leave(found.bucket, t);
   return true;
+}
+
+// The cheapest to make again, if that is cheaper than what would leave instead.
+bool Search::drop_one(std::size_t t, const Leaving& instead) {
+  const bool none = instead.bucket == grid_.buckets;
+  while (!droppable_.empty() && (none || instead.late_ns > droppable_.top().first)) {
+    const auto [cost, k] = droppable_.top();
+    droppable_.pop();
+    const Droppable& item = items_[k];
+    double bytes = 0;  // some may have left by copy meanwhile
+    for (const std::uint32_t i : item.records) {
+      bytes += fates_[i] == Fate::stay ? grid_.records[i].bytes : 0;
+    }
+    if (bytes <= 0 || item.used <= t + 1) {
+      continue;
+    }
+    if (item.ns / bytes > cost) {
+      droppable_.emplace(item.ns / bytes, k);
+      continue;
+    }
+    for (const std::uint32_t i : item.records) {
+      if (fates_[i] == Fate::stay) {
+        drop(i, item.used);
+      }
+    }
+    return true;
+  }
+  return false;
 }
 
 Search::Leaving Search::best_leaving(std::size_t t) {
@@ -107,10 +190,10 @@ void Search::leave(std::size_t bucket, std::size_t t) {
            grid_.records[list[next]].used == used);
 }
 
-void Search::drop(std::uint32_t i) {
+void Search::drop(std::uint32_t i, std::size_t used) {
   const Placed& one = grid_.records[i];
   fates_[i] = Fate::drop;
-  for (std::size_t b = one.retained; b < one.used; ++b) {
+  for (std::size_t b = one.retained; b < used; ++b) {
     away_[b] += one.bytes;
   }
 }

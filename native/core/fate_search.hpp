@@ -9,6 +9,18 @@
 
 namespace stagehand::core {
 
+// What is dropped together: a record that a recipe makes again, or some of what one call does. All
+// that is to be dropped of a call goes in order, what makes the most room for its time first.
+struct Droppable {
+  std::vector<std::uint32_t> records;
+  double ns = 0;  // beside what is dropped of the call before it
+  double bytes = 0;
+  std::size_t retained = 0;  // buckets: all of it from then on
+  std::size_t used = 0;      // it is back from then on
+};
+
+std::vector<Droppable> droppable(const Grid& grid);
+
 // From the first moment that lacks room to the last: what leaves for it is the record asked for
 // last among those whose copies fit into idle time of both lanes. Where none does, that is late by
 // the least, or the one is dropped that takes the least to make again for its bytes, whichever
@@ -17,7 +29,7 @@ class Search {
  public:
   // `idle`: the share of the lanes' time that is planned with. What takes at most `cheap` ns a byte
   // to make again leaves the lanes to others: it never leaves by copy.
-  Search(const Grid& grid, double idle, double cheap);
+  Search(const Grid& grid, const std::vector<Droppable>& items, double idle, double cheap);
 
   std::vector<Fate> run();
 
@@ -33,17 +45,18 @@ class Search {
   Leaving best_leaving(std::size_t t);
   void leave(std::size_t bucket, std::size_t t);
   void take(std::uint32_t i, std::size_t t);
-  void drop(std::uint32_t i);
-  double again(std::uint32_t i) const { return grid_.records[i].again_ns / grid_.records[i].bytes; }
+  bool drop_one(std::size_t t, const Leaving& instead);
+  void drop(std::uint32_t i, std::size_t used);
 
   const Grid& grid_;
+  const std::vector<Droppable>& items_;
   Row out_;  // idle time of the lanes, in bytes
   Row in_;
   Row away_;
   Row in_until_;  // idle time of the H2D lane from the moment looked at to before this one
   std::vector<std::vector<std::uint32_t>> lists_;  // by the bucket in which they are retained
   std::vector<std::size_t> next_;
-  std::vector<std::vector<std::uint32_t>> again_;  // those that can be made again, likewise
+  std::vector<std::vector<std::uint32_t>> again_;                               // items, likewise
   std::priority_queue<ByCost, std::vector<ByCost>, std::greater<>> droppable_;  // retained so far
   std::vector<Fate> fates_;
 };

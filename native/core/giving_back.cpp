@@ -1,5 +1,13 @@
 #include "core/giving_back.hpp"
 
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/background.hpp"
 #include "core/ranked_mutex.hpp"
 
 namespace stagehand::core {
@@ -21,6 +29,44 @@ bool wait_for(const driver::Table& table, int device) {
   }
   table.ctx_pop_current(&context);
   return done;
+}
+
+// Longer than a busy device takes for what is queued on it. One whose work waits for this thread
+// itself, as for a peer that it is to start, is never done.
+constexpr auto kPatience = std::chrono::seconds(2);
+
+// The same of several, for so long at most. Where one is not done by then, none is waited for any
+// more until it is.
+bool wait_patiently(const driver::Table& table, std::vector<int> devices) {
+  struct Waiting {
+    std::mutex mutex;
+    std::condition_variable over;
+    bool busy = false;
+    bool done = false;
+    bool all = false;
+  };
+  static auto& waiting = *new std::shared_ptr<Waiting>(std::make_shared<Waiting>());
+  const std::shared_ptr<Waiting> it = waiting;
+  std::unique_lock lock(it->mutex);
+  if (it->busy) {
+    return false;
+  }
+  it->busy = true;
+  it->done = false;
+  const bool started = start_background([&table, devices = std::move(devices), it] {
+    const bool all = std::all_of(devices.begin(), devices.end(),
+                                 [&](int device) { return wait_for(table, device); });
+    const std::lock_guard ended(it->mutex);
+    it->all = all;
+    it->done = true;
+    it->busy = false;
+    it->over.notify_all();
+  });
+  if (!started) {
+    it->busy = false;
+    return false;
+  }
+  return it->over.wait_for(lock, kPatience, [&] { return it->done; }) && it->all;
 }
 
 }  // namespace
@@ -49,16 +95,16 @@ void GivingBack::segment_goes(int device) {
 
 bool GivingBack::wait_for_others(int device) const {
   RankedMutex::expect_none_held();
-  bool all = true;
+  std::vector<int> others;
   unsigned flags = 0;
   int active = 0;
   for (int other = 0; table_.primary_ctx_state(other, &flags, &active) == driver::kSuccess;
        ++other) {
     if (other != device && active != 0) {
-      all &= wait_for(table_, other);
+      others.push_back(other);
     }
   }
-  return all;
+  return others.empty() || wait_patiently(table_, std::move(others));
 }
 
 }  // namespace stagehand::core

@@ -11,6 +11,11 @@
 // wrong one where that is the default stream of a device that is not the current one. So all but
 // the current one are waited for at the beginning too.
 //
+// Work of another device may wait for this thread, as for the peer of a collective: so that wait is
+// on a thread of its own, for two seconds at most, and where it is not over nothing goes back. At a
+// segment of another device than the current one nobody can be told to stop: there the wait only
+// makes it likely.
+//
 // In a header of its own, since a call through torch lies between the two.
 #pragma once
 
@@ -28,8 +33,8 @@ class GivingBack {
   GivingBack(const GivingBack&) = delete;
   GivingBack& operator=(const GivingBack&) = delete;
 
-  // False where another device could not be waited for: a graph is captured there. Then nothing
-  // may go back.
+  // False where another device could not be waited for: a graph is captured there, or its work
+  // takes longer than that. Then nothing may go back.
   bool safe() const { return safe_; }
   // A segment of that device goes back next.
   static void segment_goes(int device);

@@ -91,6 +91,20 @@ Status HeapStore::add_peer(int device) {
   return status;
 }
 
+namespace {
+// Rule O7: an arena that a request is under way in stays, also while that gives the lock up.
+class Pinned {
+ public:
+  explicit Pinned(Arena& arena) : arena_(arena) { ++arena_.pins; }
+  ~Pinned() { --arena_.pins; }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+ private:
+  Arena& arena_;
+};
+}  // namespace
+
 // Walk 1 ------------------------------------------------------------------------------------------
 
 Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
@@ -105,6 +119,7 @@ Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std
   if (block != nullptr) {
     ++d_.counters.hits;
   } else {
+    const Pinned pinned(*arena);
     block = reclaim(entry, *arena, bytes, status);  // steps 3 to 7
   }
   if (block != nullptr) {

@@ -46,18 +46,20 @@ Simulation::Simulation(Grid& grid, std::span<const Fate> fates)
     }
     bytes_ += one.bytes;
   }
+  const std::vector<MadeAgain> again = made_again(grid, fates);
   for (std::size_t i = 0; i < fates.size(); ++i) {
     const Placed& one = grid_.records[i];
     if (fates[i] != Fate::drop || one.retained >= one.used) {
       continue;
     }
-    for (std::size_t b = one.retained; b < one.used; ++b) {
+    const std::size_t used = grid_.records[again[i].by].used;
+    for (std::size_t b = one.retained; b < used; ++b) {
       over_[b] -= one.bytes;
     }
     dropped_ += one.bytes;
-    if (one.returns) {
-      more_ns_[one.used] += one.again_ns;
-      again_ns_ += one.again_ns;
+    if (used < grid.buckets) {
+      more_ns_[used] += again[i].ns;
+      again_ns_ += again[i].ns;
     }
   }
   for (std::size_t b = 0; b < grid.buckets; ++b) {

@@ -60,7 +60,9 @@ void Plan::begin_step(Bytes high, Bytes live) {
   now_ = &steps_.back();
 }
 
-Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made) {
+// Of a call's own, what is not sure to be the same is made by running the call again, which needs
+// no proof: who marked the region vouches for it.
+Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, OfCall call) {
   if (now_ == nullptr || over(*now_)) {
     begin_step(high_, live_);
   }
@@ -68,15 +70,24 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made) {
   Trace::Entry entry;
   entry.block_bytes = block_bytes;
   entry.record = record;
-  entry.again = made.bytes != 0;
+  entry.by_node = made.bytes != 0 && (made.exact || !call.made);
+  entry.by_call = call.made;
+  entry.call = call.call;
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
-  entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
-  now_->seen.entries.push_back(entry);
+  entry.proof = made.exact || call.made ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.full.push_back(0);
+  entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
+  now_->seen.entries.push_back(entry);
   ++now_->alive;
   follow(*now_);
   return {now_->serial, index};
+}
+
+void Plan::made_of(Place place, std::size_t n, Place input) {
+  if (Step* step = step_of(place.step); step != nullptr && input.step == place.step) {
+    step->seen.entries[place.index].made_of[n] = input.index;
+  }
 }
 
 // One pool may be around many steps: one is over when most of what it saved is gone. A few records
@@ -224,7 +235,7 @@ void Plan::occupied(Bytes bytes) {
 }
 
 bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
-  if (!follows() || now_->kin || now_->trace->timed >= kTimed) {
+  if (!follows() || now_->kin || now_->trace->timed >= Trace::kTimed) {
     return false;
   }
   *trace = now_->trace->id;
@@ -282,6 +293,7 @@ void Plan::learn(Step& step) {
   // is not repeated.
   const bool fewer = !same_kind || trace->evicted_bytes() <= (*same)->evicted_bytes();
   const bool planned = same_kind && (*same)->planned;
+  const bool settled = planned && (*same)->drops() && (*same)->timed >= Trace::kTimed;
   bool more_recipes = false;
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     Trace::Entry& entry = trace->entries[i];
@@ -292,9 +304,16 @@ void Plan::learn(Step& step) {
     }
     const Trace::Entry& before = (*same)->entries[i];
     entry.again_ns = before.again_ns;
-    more_recipes |= entry.again && !before.again;
+    entry.rerun_ns = before.rerun_ns;
+    entry.comes = before.comes;
+    more_recipes |= (entry.by_node && !before.by_node) || (entry.by_call && !before.by_call);
     entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
+    if (settled) {
+      entry.leaves = before.leaves;
+      entry.dropped = before.dropped;
+      continue;
+    }
     entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
                            : (fewer ? entry.evicted : before.evicted);
     // What is still to be proven left by a copy for that, and is to be dropped once it was.
@@ -308,8 +327,12 @@ void Plan::learn(Step& step) {
     trace->requests_before = (*same)->requests;
     trace->repeated = serial_;
     trace->planned = planned;
+    if (planned && !settled) {
+      trace->ran = (*same)->fates();
+    }
     // With what can be made again only now, it is to be measured and planned anew.
-    trace->timed = more_recipes ? std::min((*same)->timed, kTimed - 1) : (*same)->timed;
+    trace->timed = more_recipes ? 0 : (*same)->timed;
+    trace->trials = more_recipes ? Trials{} : std::move((*same)->trials);
     if (trace->full.size() == (*same)->full.size()) {
       trace->at_ns = (*same)->at_ns;
       trace->rates = (*same)->rates;

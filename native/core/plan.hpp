@@ -39,8 +39,11 @@ class Plan {
   // A pool was entered, with so much live. A step whose records nobody asked for (no backward)
   // teaches nothing.
   void begin_step(Bytes high, Bytes live);
-  // A record was opened over a block of this size.
-  Place saved(Bytes block_bytes, RecordId record = {}, const Made& made = {});
+  // A record was opened over a block of this size. It can be made again by a recipe, or by the
+  // call.
+  Place saved(Bytes block_bytes, RecordId record = {}, const Made& made = {}, OfCall call = {});
+  // That recipe's n-th input is this record.
+  void made_of(Place place, std::size_t n, Place input);
   // Only a record needs its block from now on; it left the GPU, it came back; backward asked for
   // it; its last handle is gone.
   void retained(Place place);
@@ -77,7 +80,7 @@ class Plan {
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
   // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could
-  // be.
+  // be dropped.
   bool drops(Place place) const;
   bool copies(Place place) const;
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
@@ -129,7 +132,6 @@ class Plan {
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
-  static constexpr int kTimed = 3;                                   // steps of a kind are measured
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
 
   struct Step {

@@ -34,7 +34,13 @@ bool Plan::drops(Place place) const {
 bool Plan::copies(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && !step->kin && entry->again && !entry->dropped && leaves(place);
+  if (entry == nullptr || step->kin || !entry->again() || entry->dropped) {
+    return false;
+  }
+  // Where more has to leave than was planned: a recipe takes little, and a call that runs anyway
+  // nothing. To run another one for it would take longer than the copy.
+  const bool cheap = entry->comes || (entry->by_node && entry->proof == Trace::Proof::proven);
+  return leaves(place) || (guides(place) && !cheap);
 }
 
 bool Plan::proven(Place place) const {
@@ -66,7 +72,8 @@ void Plan::proved(ToProve what, bool same) {
     entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
     if (!same) {
       entry.dropped = false;
-      trace->timed = std::min(trace->timed, kTimed - 1);
+      trace->timed = 0;
+      trace->trials.refuse(what.index);
     }
     ++version_;
   }

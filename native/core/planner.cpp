@@ -42,12 +42,10 @@ Forecast forecast(Grid& grid, std::span<const Fate> fates) {
 
 // Up to which time for a byte what can be made again is dropped and nothing else: none, then more
 // and more of it.
-std::vector<double> cheap_kinds(const KnownStep& step) {
+std::vector<double> cheap_kinds(const std::vector<Droppable>& items) {
   std::vector<double> all;
-  for (const KnownRecord& record : step.records) {
-    if (record.again_ns > 0 && record.bytes > 0) {
-      all.push_back(static_cast<double>(record.again_ns) / static_cast<double>(record.bytes));
-    }
+  for (const Droppable& item : items) {
+    all.insert(all.end(), item.records.size(), item.ns / item.bytes);
   }
   std::sort(all.begin(), all.end());
   std::vector<double> kinds{0};
@@ -60,6 +58,16 @@ std::vector<double> cheap_kinds(const KnownStep& step) {
   return kinds;
 }
 
+// Beside what was done before.
+double cost(const KnownStep& step, const Forecast& told, const Forecast& before, bool drops) {
+  const double share = drops ? kCopyBesideDrops : kCopyShare;
+  const Bytes fewer = std::min(before.bytes - std::min(before.bytes, told.bytes + told.dropped),
+                               before.bytes / kHoles);
+  return static_cast<double>(told.late_ns) + static_cast<double>(told.again_ns) +
+         (share * static_cast<double>(told.bytes) + kFewerBytes * static_cast<double>(fewer)) /
+             step.out_bytes_per_ns;
+}
+
 }  // namespace
 
 Forecast forecast(const KnownStep& step, std::span<const Fate> fates) {
@@ -67,42 +75,51 @@ Forecast forecast(const KnownStep& step, std::span<const Fate> fates) {
   return forecast(grid, fates);
 }
 
-std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was) {
-  std::vector<Fate> best(was.begin(), was.end());
-  const double ns_per_byte = 1 / step.out_bytes_per_ns;
-  const Forecast before = forecast(step, was);
-  const std::vector<double> kinds = cheap_kinds(step);
-  const double share = kinds.size() > 1 ? kCopyBesideDrops : kCopyShare;
-  const auto cost = [&](const Forecast& told) {
-    const Bytes fewer = std::min(before.bytes - std::min(before.bytes, told.bytes + told.dropped),
-                                 before.bytes / kHoles);
-    return static_cast<double>(told.late_ns) + static_cast<double>(told.again_ns) +
-           ns_per_byte *
-               (share * static_cast<double>(told.bytes) + kFewerBytes * static_cast<double>(fewer));
-  };
+double noise(const KnownStep& step) {
   const double step_ns = step.at_ns.empty() ? 0 : static_cast<double>(step.at_ns.back());
-  const double noise = std::max(kNoiseNs, kNoiseShare * step_ns);
-  const double unsure = kLateShare * static_cast<double>(before.late_ns);
-  double least = cost(before) - (kinds.size() > 1 ? kDropNoise * noise + unsure : noise);
+  return std::max(kNoiseNs, kNoiseShare * step_ns);
+}
+
+std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before) {
+  std::vector<Proposal> all;
   const Grid grid(step);
-  for (const double cheap : kinds) {
+  const std::vector<Droppable> items = droppable(grid);
+  for (const double cheap : cheap_kinds(items)) {
     for (const double idle : kIdle) {
-      if (least <= 0 || (idle < 1 && step.records.size() > Grid::kManyRecords)) {
-        break;  // nothing to gain, or it takes the host too long
+      if (idle < 1 && step.records.size() > Grid::kManyRecords) {
+        break;  // it takes the host too long
       }
-      std::vector<Fate> found = Search(grid, idle, cheap).run();
-      if (const double one = cost(forecast(step, found)); one < least) {
-        best = std::move(found);
-        least = one;
-      }
+      std::vector<Fate> found = Search(grid, items, idle, cheap).run();
+      const double ns = cost(step, forecast(step, found), before, !items.empty());
+      all.push_back({std::move(found), ns});
     }
   }
-  return best;
+  std::stable_sort(all.begin(), all.end(),
+                   [](const auto& a, const auto& b) { return a.ns < b.ns; });
+  return all;
+}
+
+std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was) {
+  const Forecast before = forecast(step, was);
+  const bool drops = std::any_of(step.records.begin(), step.records.end(), [](const auto& record) {
+    return record.again_ns > 0 || record.call != 0;
+  });
+  const double unsure = kLateShare * static_cast<double>(before.late_ns);
+  const double least =
+      cost(step, before, before, drops) - (drops ? kDropNoise * noise(step) + unsure : noise(step));
+  if (least > 0) {
+    std::vector<Proposal> found = proposals(step, before);
+    if (found.front().ns < least) {
+      return std::move(found.front().fates);
+    }
+  }
+  return {was.begin(), was.end()};
 }
 
 std::vector<Bytes> least_occupied(const KnownStep& step, std::span<const Fate> fates) {
   Grid grid(step);
   forecast(grid, fates);
+  const std::vector<MadeAgain> again = made_again(grid, fates);
   std::vector<Bytes> away(step.full.size() + 1, 0);  // changes; unsigned, and sums come out right
   for (std::size_t i = 0; i < fates.size(); ++i) {
     const KnownRecord& record = step.records[i];
@@ -115,7 +132,9 @@ std::vector<Bytes> least_occupied(const KnownStep& step, std::span<const Fate> f
       const auto from = std::lower_bound(grid.bucket_of.begin(), grid.bucket_of.end(), one.done);
       begin = std::max(begin, static_cast<std::size_t>(from - grid.bucket_of.begin()));
     }
-    const std::size_t end = std::min<std::size_t>(record.used, step.full.size());
+    const std::uint32_t used =
+        fates[i] == Fate::drop ? step.records[again[i].by].used : record.used;
+    const std::size_t end = std::min<std::size_t>(used, step.full.size());
     if (begin < end) {
       away[begin] += record.bytes;
       away[end] -= record.bytes;

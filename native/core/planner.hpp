@@ -26,7 +26,13 @@ struct KnownRecord {
   Bytes bytes = 0;
   std::uint32_t retained = kNever;  // the moment from which on it may be copied out
   std::uint32_t used = kNever;      // the moment that begins with its use
-  std::uint64_t again_ns = 0;       // how long it takes to make it again; 0: nobody can
+  std::uint64_t again_ns = 0;       // how long it takes to make it again; 0: no recipe can
+  // What the recipe needs, by their places in the step: made again before, where they were dropped.
+  std::uint32_t made_of[Made::kInputs] = {kNever, kNever, kNever};
+  // The call that can be run again for it, 0: none; and how long that takes up to this record. It
+  // makes all before it as well, as many of them as were dropped.
+  std::uint64_t call = 0;
+  std::uint64_t rerun_ns = 0;
 };
 
 struct KnownStep {
@@ -59,10 +65,12 @@ struct StepTimes {
   struct Again {
     std::uint32_t index = 0;
     std::uint64_t ns = 0;
+    bool rerun = false;  // by its call, from the beginning of that on
   };
   std::vector<Again> again;
   std::uint64_t out_ns = 0;
   std::uint64_t in_ns = 0;
+  std::uint64_t all_ns = 0;  // from the first point to the last, with all waits
 };
 
 struct Forecast {
@@ -73,6 +81,16 @@ struct Forecast {
 };
 
 Forecast forecast(const KnownStep& step, std::span<const Fate> fates);
+
+// What the planner finds, the one with the least forecast first; and what that is, in ns that the
+// step takes longer.
+struct Proposal {
+  std::vector<Fate> fates;
+  double ns = 0;
+};
+// What is gained below that is not to be told from noise.
+double noise(const KnownStep& step);
+std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before);
 
 // The better of what was done so far and what the planner finds; `was` unless the other one is
 // better by more than noise.

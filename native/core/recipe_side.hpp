@@ -12,7 +12,7 @@ namespace stagehand::core {
 
 // `made.exact`: elementwise, each element by itself.
 struct FoundRecipe {
-  static constexpr std::uint32_t kInputs = 3;  // at most
+  static constexpr std::uint32_t kInputs = Made::kInputs;  // at most
 
   void* recipe = nullptr;  // null: nobody knows how it was made
   Made made;
@@ -22,7 +22,7 @@ struct FoundRecipe {
 };
 
 struct RecipeSide {
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 2;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
 

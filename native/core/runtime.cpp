@@ -189,15 +189,11 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
   return found;
 }
 
-void Runtime::note_made(const Record& record, driver::Stream stream) {
-  const bool newest = record.place.step == d_.books.step();
-  d_.clocks.steps.made(stream, newest ? record.place.index : KnownRecord::kNever);
-}
-
-void Runtime::made(RecordId id, driver::Stream stream) {
+void Runtime::made(RecordId id, driver::Stream stream, bool rerun) {
   Entry entry(d_.gate);
   if (const Record* record = d_.ledger.find(id); record != nullptr) {
-    note_made(*record, stream);
+    const bool newest = record->place.step == d_.books.step();
+    d_.clocks.steps.made(stream, newest ? record->place.index : KnownRecord::kNever, rerun);
   }
 }
 
@@ -235,7 +231,6 @@ void Runtime::fill(Record& record, Block* block, driver::Stream stream) {
   record.stream = block->clock->stream();
   record.arrived = made;
   block->made_again = true;
-  note_made(record, stream);
 }
 
 std::uint64_t Runtime::serial() {

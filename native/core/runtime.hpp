@@ -72,15 +72,15 @@ class Runtime {
   // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
   // caller is to make the storage's bytes again, give them by `refill`, and ask again.
   Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
-  // What makes a dropped record again is queued on `stream` from here on, until `refill`: for what
-  // it takes.
+  // What makes a dropped record again is queued on `stream` from here on, until `made`: for what it
+  // takes.
   void making(RecordId record, driver::Stream stream);
   // The bytes of a dropped record, made again on `stream` in the storage that begins at `first`.
   // False: that storage is not of a kind that records are of, or too small; the record stays
   // dropped. True without any use of it where another thread was quicker, or the record is gone.
   bool refill(RecordId record, Address first, driver::Stream stream);
-  // What `making` announced is queued, without a use of it.
-  void made(RecordId record, driver::Stream stream);
+  // It is queued, the record's own bytes last; `rerun`: by its call.
+  void made(RecordId record, driver::Stream stream, bool rerun = false);
   // Whether a recipe made the very bytes that were saved.
   void proved(Plan::ToProve what, bool same);
   bool dropped(RecordId record);
@@ -172,7 +172,6 @@ class Runtime {
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
           Bytes granularity, const std::array<driver::Stream, 4>& lanes);
 
-  void note_made(const Record& record, driver::Stream stream);
   Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);

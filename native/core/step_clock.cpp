@@ -50,8 +50,9 @@ void StepClock::making(driver::Stream stream) {
   making_ = watches(stream) && !marks_.empty() && again_ < kAgain && note(Kind::again, stream);
 }
 
-void StepClock::made(driver::Stream stream, std::uint32_t index) {
-  if (std::exchange(making_, false) && watches(stream) && note(Kind::made, stream)) {
+void StepClock::made(driver::Stream stream, std::uint32_t index, bool rerun) {
+  if (std::exchange(making_, false) && watches(stream) &&
+      note(rerun ? Kind::rerun : Kind::made, stream)) {
     marks_.back().moment = index;
     ++again_;
   }
@@ -93,25 +94,31 @@ bool StepClock::read(StepTimes* times) {
   };
   std::uint64_t idle = 0;
   std::size_t began = 0;
-  std::size_t making = 0;
+  std::size_t making = marks_.size();  // where it began; none
+  std::uint64_t waited = 0;            // meanwhile
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     const Mark& mark = marks_[i];
     switch (mark.kind) {
       case Kind::moment: {
         const std::uint64_t ns = ns_between(0, i);
         times->points.push_back({mark.moment, ns - std::min(ns, idle)});
+        times->all_ns = ns;
         break;
       }
       case Kind::waited:
-        idle += ns_between(began, i);
+        (making < i ? waited : idle) += ns_between(began, i);
         break;
       case Kind::again:
         making = i;
+        waited = 0;
         break;
-      case Kind::made: {
+      case Kind::made:
+      case Kind::rerun: {
         const std::uint64_t ns = ns_between(making, i);
-        times->again.push_back({static_cast<std::uint32_t>(mark.moment), ns});
+        times->again.push_back({static_cast<std::uint32_t>(mark.moment), ns - std::min(ns, waited),
+                                mark.kind == Kind::rerun});
         idle += ns;
+        making = marks_.size();
         break;
       }
       case Kind::out_ends:

@@ -28,13 +28,24 @@ class StepClock {
   // Whether a wait of this stream for a lane is to be measured, and copies are.
   bool watches(driver::Stream stream) const { return measuring_ && stream == stream_; }
 
-  enum class Kind : std::uint8_t { moment, waits, waited, out, out_ends, in, in_ends, again, made };
+  enum class Kind : std::uint8_t {
+    moment,
+    waits,
+    waited,
+    out,
+    out_ends,
+    in,
+    in_ends,
+    again,
+    made,
+    rerun
+  };
   bool watches_copies(Kind begins) {
     return measuring_ && !marks_.empty() && copies_[begins == Kind::in]++ < kCopies;
   }
   // A record is about to be made again on that stream; it was, and is that one of its step.
   void making(driver::Stream stream);
-  void made(driver::Stream stream, std::uint32_t index);
+  void made(driver::Stream stream, std::uint32_t index, bool rerun);
   // False where it was not noted; then its other end is not to be either.
   bool note(Kind kind, driver::Stream stream, Bytes bytes = 0);
 

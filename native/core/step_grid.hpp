@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "core/planner.hpp"
@@ -16,7 +18,16 @@ struct Placed {
   std::size_t used = 0;      // past the last: never
   std::size_t done = 0;      // in which its copy out ends, where it leaves
   bool returns = false;
-  double again_ns = 0;  // to make it again; 0: nobody can
+  double again_ns = 0;                     // to make it again; 0: no recipe can
+  const std::uint32_t* made_of = nullptr;  // KnownRecord's
+  std::size_t call = 0;                    // that can be run again for it, from 1 on; 0: none
+  double rerun_ns = 0;
+};
+
+// When a dropped record is made again, and what is computed for it then.
+struct MadeAgain {
+  std::uint32_t by = 0;  // the record whose use that is at; itself but where a call makes several
+  double ns = 0;
 };
 
 struct Grid {
@@ -42,11 +53,17 @@ struct Grid {
       }
     }
     records.reserve(step.records.size());
+    std::unordered_map<std::uint64_t, std::size_t> numbers;
     for (const KnownRecord& record : step.records) {
       Placed placed;
       placed.retained = placed.used = placed.done = buckets;
       placed.bytes = static_cast<double>(record.bytes);
       placed.again_ns = static_cast<double>(record.again_ns);
+      placed.made_of = record.made_of;
+      if (record.call != 0) {
+        placed.call = numbers.try_emplace(record.call, numbers.size() + 1).first->second;
+        placed.rerun_ns = static_cast<double>(record.rerun_ns);
+      }
       if (record.retained < moments) {
         placed.retained = bucket_of[record.retained];
       }
@@ -56,6 +73,7 @@ struct Grid {
       }
       records.push_back(placed);
     }
+    calls = numbers.size();
     out = step.out_bytes_per_ns * bucket_ns;
     in = step.in_bytes_per_ns * bucket_ns;
   }
@@ -67,6 +85,12 @@ struct Grid {
   Row over;                            // how much must be away
   std::vector<std::size_t> bucket_of;  // of moments
   std::vector<Placed> records;
+  std::size_t calls = 0;
 };
+
+// Of each dropped record. A call runs once, at the first use of what it has to make, up to the last
+// of that: of what no recipe can make while its inputs were dropped too. What a recipe can make
+// comes with it where it is on the way.
+std::vector<MadeAgain> made_again(const Grid& grid, std::span<const Fate> fates);
 
 }  // namespace stagehand::core

@@ -55,10 +55,15 @@ void TorchStore::set_aside(Entry& entry) {
   HeldStorage held;
   bool made = false;
   const Bytes peak = cache_.usage().allocated_peak;
+  const std::uint32_t step = d_.books.step();
   {
     const Unlocked unlocked(entry);
-    made = cache_.largest_hole(hole.owner) >= hole.bytes &&
+    made = cache_.largest_hole(hole.owner) >= hole.bytes && serves_here(hole.owner) &&
            held_.side().make(d_.number, hole.bytes, hole.owner.stream, true, &held);
+  }
+  if (made && (!d_.budget.armed || step != d_.books.step())) {
+    d_.gate.due().storages.push_back({held.storage, held.address});  // the step ended meanwhile
+    return;
   }
   if (made) {
     end_aside();  // of another thread that was here meanwhile
@@ -67,6 +72,19 @@ void TorchStore::set_aside(Entry& entry) {
     hole_step_ = d_.books.step();
     cache_.set_aside(held.address, peak);
   }
+}
+
+// Whether torch serves this thread's requests on that stream from that pool. Where a MemPool of the
+// user's is active around ours, or a graph is captured, it would grow for them. Without the lock.
+bool TorchStore::serves_here(const CacheMap::Owner& owner) {
+  constexpr Bytes kLittle = 512;
+  HeldStorage held;
+  if (!held_.side().make(d_.number, kLittle, owner.stream, true, &held)) {
+    return false;
+  }
+  const std::optional<CacheMap::Owner> found = cache_.owner_of(held.address);
+  held_.side().drop(held.storage);
+  return found == owner;
 }
 
 // A miss that is for what was set aside.
@@ -105,7 +123,8 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
     const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
     const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
     HeldStorage held;
-    if (whole > 0 && held_.side().make(d_.number, whole, one.owner.stream, true, &held)) {
+    if (whole > 0 && serves_here(one.owner) &&
+        held_.side().make(d_.number, whole, one.owner.stream, true, &held)) {
       held_.side().drop(held.storage);
       released -= std::min(released, whole);
     }

@@ -60,6 +60,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   Due& due = d_.gate.due();
   take_stuck();
   if (!d_.budget.armed) {
+    end_aside();
     return !due.storages.empty();
   }
   d_.books.forgive();

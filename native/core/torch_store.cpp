@@ -353,7 +353,8 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
     const Unlocked unlocked(entry);
     const Bytes peak = cache_.usage().allocated_peak;
     HeldStorage held;
-    const bool kept = worth && held_.side().make(d_.number, stays, hole.owner.stream, true, &held);
+    const bool kept = worth && serves_here(hole.owner) &&
+                      held_.side().make(d_.number, stays, hole.owner.stream, true, &held);
     released = release_cached().value_or(0);
     if (kept) {
       held_.side().drop(held.storage);

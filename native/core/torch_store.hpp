@@ -123,6 +123,7 @@ class TorchStore final : public Store {
   void set_aside(Entry& entry);
   bool take_aside(Bytes request, const CacheMap::Owner& owner);
   bool end_aside();
+  bool serves_here(const CacheMap::Owner& owner);
   Bytes map_whole(Entry& entry, Bytes target);
 
   Device& d_;

@@ -1,6 +1,7 @@
 #include "core/trace.hpp"
 
 #include <algorithm>
+#include <unordered_map>
 
 namespace stagehand::core {
 
@@ -9,6 +10,9 @@ constexpr std::size_t kAround = 4;
 // To make a record again, where none of its kind was measured.
 constexpr double kLaunchNs = 10e3;
 constexpr double kSlowNsPerByte = 1.0 / 400;
+constexpr int kTimedAtLeast = 3;  // steps
+// What the host takes to begin to run a call again, beside what the call computes.
+constexpr double kRerunNs = 50e3;
 }  // namespace
 
 bool Trace::repeats(const Trace& other) const {
@@ -68,12 +72,54 @@ std::uint64_t Trace::time_to_make(const Entry& entry) const {
                                                      : kLaunchNs + bytes * kSlowNsPerByte);
 }
 
+// As long as forward took for it, by as much longer or shorter as was measured of this call, else
+// of all that were.
+void Trace::time_reruns(std::vector<KnownRecord>* records) const {
+  struct Call {
+    double begin = 0;
+    double measured = 0;
+    double took = 0;  // in forward, what was measured
+  };
+  std::unordered_map<std::uint64_t, Call> calls;
+  Call all;
+  const auto at = [&](const Entry& entry) {
+    return entry.saved < at_ns.size() ? static_cast<double>(at_ns[entry.saved]) : 0.0;
+  };
+  const auto span = [&](const Call& call, const Entry& entry) {
+    return kRerunNs + at(entry) - call.begin;
+  };
+  for (const Entry& entry : entries) {
+    if (entry.call == 0) {
+      continue;
+    }
+    Call& call = calls.try_emplace(entry.call, Call{at(entry)}).first->second;
+    if (entry.rerun_ns != 0) {
+      for (Call* one : {&call, &all}) {
+        one->measured += static_cast<double>(entry.rerun_ns);
+        one->took += span(call, entry);
+      }
+    }
+  }
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i].by_call) {
+      const Call& call = calls.at(entries[i].call);
+      const Call& by = call.took > 0 ? call : all;
+      const double scale = by.took > 0 ? by.measured / by.took : 1;
+      (*records)[i].call = entries[i].call;
+      (*records)[i].rerun_ns =
+          static_cast<std::uint64_t>(std::max(1.0, scale * span(call, entries[i])));
+    }
+  }
+}
+
 KnownStep Trace::known(std::vector<KnownRecord>* records) const {
   for (const Entry& entry : entries) {
-    const bool can = entry.again && entry.proof != Proof::refused;
+    const bool can = entry.by_node && entry.proof != Proof::refused;
     const std::uint64_t again_ns = can ? time_to_make(entry) : 0;
     records->push_back({entry.block_bytes, entry.retained, entry.used_moment, again_ns});
+    std::copy(std::begin(entry.made_of), std::end(entry.made_of), records->back().made_of);
   }
+  time_reruns(records);
   return {*records, full, at_ns, high, rates.out, rates.in};
 }
 
@@ -103,14 +149,20 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
   rates = known_rates;
   for (const StepTimes::Again& one : times.again) {
     if (one.index < entries.size()) {
-      std::uint64_t& ns = entries[one.index].again_ns;
+      Entry& entry = entries[one.index];
+      std::uint64_t& ns = one.rerun ? entry.rerun_ns : entry.again_ns;
       const std::uint64_t took =
           std::max<std::uint64_t>(one.ns, 1);  // 0 is for what was not measured
       ns = ns == 0 ? took : std::min(ns, took);
     }
   }
   ++timed;
-  choose();
+  if (!drops()) {
+    choose();
+    timed = timed >= kTimedAtLeast ? kTimed : timed;
+  } else if (!proving() && trials.took(ran.empty() ? fates() : ran, times.all_ns)) {
+    try_another();
+  }
   if (planned) {
     expect();
   }
@@ -126,14 +178,70 @@ std::vector<Fate> Trace::fates() const {
   return all;
 }
 
+bool Trace::proving() const {
+  return std::any_of(entries.begin(), entries.end(), [](const Entry& entry) {
+    return entry.leaves && entry.dropped && entry.proof == Proof::none;
+  });
+}
+
+bool Trace::drops() const {
+  return std::any_of(entries.begin(), entries.end(),
+                     [](const Entry& entry) { return entry.again(); });
+}
+
 void Trace::choose() {
   std::vector<KnownRecord> records;
   const std::vector<Fate> was = fates();
-  const std::vector<Fate> chosen = choose_fates(known(&records), was);
-  planned = planned || chosen != was;
+  if (const std::vector<Fate> chosen = choose_fates(known(&records), was); chosen != was) {
+    use(chosen);
+  }
+}
+
+// As long as such steps take longer than something else that is forecast.
+void Trace::try_another() {
+  std::vector<KnownRecord> records;
+  const KnownStep step = known(&records);
+  const std::vector<Fate> was = fates();
+  std::vector<Fate> chosen = choose_fates(step, was);
+  if (chosen == was || trials.tried(chosen, records)) {
+    const auto longer =
+        static_cast<double>(trials.best_ns() - std::min(trials.best_ns(), at_ns.back()));
+    chosen = trials.best();
+    if (longer > 2 * noise(step)) {
+      for (Proposal& one : proposals(step, forecast(step, was))) {
+        if (one.ns < longer - noise(step) && !trials.tried(one.fates, records)) {
+          chosen = std::move(one.fates);
+          break;
+        }
+      }
+    }
+  }
+  const bool known_best = chosen == trials.best();
+  if (timed >= kTimedAtLeast && (known_best || !trials.more())) {
+    chosen = trials.best();
+    timed = kTimed;
+  }
+  if (chosen != was) {
+    use(chosen);
+    trials.begin(std::move(chosen));
+  }
+}
+
+void Trace::use(const std::vector<Fate>& plan) {
+  planned = true;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    entries[i].leaves = chosen[i] != Fate::stay;
-    entries[i].dropped = chosen[i] == Fate::drop;
+    entries[i].leaves = plan[i] != Fate::stay;
+    entries[i].dropped = plan[i] == Fate::drop;
+  }
+  std::unordered_map<std::uint64_t, std::uint32_t> runs;  // up to this save of each call
+  for (const Entry& entry : entries) {
+    if (entry.dropped && entry.by_call && !entry.by_node) {
+      runs[entry.call] = std::max(runs[entry.call], entry.saved);
+    }
+  }
+  for (Entry& entry : entries) {
+    const auto run = runs.find(entry.call);
+    entry.comes = entry.by_call && run != runs.end() && entry.saved <= run->second;
   }
 }
 

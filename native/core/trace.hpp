@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/planner.hpp"
+#include "core/trials.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
@@ -21,16 +22,24 @@ struct Trace {
     bool dropped = false;        // without a copy
     std::uint32_t kind = 0;      // Made::kind
     std::uint32_t rests_on = 0;  // Made::rests_on
-    bool again = false;          // can be made again
+    bool by_node = false;        // can be made again by a recipe
+    std::uint32_t made_of[Made::kInputs] = {KnownRecord::kNever, KnownRecord::kNever,
+                                            KnownRecord::kNever};  // its inputs' entries
+    bool by_call = false;        // can be by the call that it was saved in
+    std::uint64_t call = 0;      // that one's number; 0: none
     Proof proof = Proof::none;   // that the same bytes come
-    std::uint64_t again_ns = 0;  // as last measured; 0: never was
+    std::uint64_t again_ns = 0;  // by the recipe, as last measured; 0: never was
+    std::uint64_t rerun_ns = 0;  // by the call, from its beginning on, likewise
+    bool comes = false;          // if dropped too: its call runs past it in any case
     bool leaves = false;         // is to leave in the next step
     bool away = false;
-    std::uint32_t retained = KnownRecord::kNever;  // moments
+    std::uint32_t saved = 0;  // moments
+    std::uint32_t retained = KnownRecord::kNever;
     std::uint32_t used_moment = KnownRecord::kNever;
     std::uint32_t used = 0;     // the how-maniest of its step that was asked for; 0: never
     std::uint64_t used_at = 0;  // of all that were asked for since the step began
 
+    bool again() const { return by_node || by_call; }
     bool same_recipe(const Entry& other) const {
       return kind == other.kind && rests_on == other.rests_on;
     }
@@ -51,7 +60,9 @@ struct Trace {
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;
-  int timed = 0;
+  int timed = 0;  // steps; kTimed: no more of them need be
+  Trials trials;
+  std::vector<Fate> ran{};     // the plan that the newest such step had; empty without one
   bool planned = false;        // the planner chose what leaves
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
   Bytes largest_request = 0;
@@ -64,14 +75,24 @@ struct Trace {
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 
+  static constexpr int kTimed = 32;
   // One such step was measured: chooses by all that were. False: it went another way.
   bool measured(const StepTimes& times, LaneRates& known_rates);
-  // What leaves, by the planner; what that leaves room for.
+  // What leaves, by the planner; where something can be dropped, by what took the least of all that
+  // was tried.
   void choose();
+  void try_another();
+  bool drops() const;
+  void use(const std::vector<Fate>& plan);
+  // What that leaves room for.
   void expect();
+  // Whether what is to be dropped has to be proven first.
+  bool proving() const;
   KnownStep known(std::vector<KnownRecord>* records) const;
   std::vector<Fate> fates() const;
   std::uint64_t time_to_make(const Entry& entry) const;
+  // Sets what it takes to run each record's call again, up to where that is saved.
+  void time_reruns(std::vector<KnownRecord>* records) const;
 
   bool repeats(const Trace& other) const;
   // Whether as much was live when both began: else as much more or less has to leave, as where

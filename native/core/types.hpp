@@ -48,6 +48,15 @@ struct Made {
   // What a proof rests on beside the place in the step: settings, and the inputs' sizes. Of others
   // it says nothing.
   std::uint32_t rests_on = 0;
+  // Its inputs, as far as they are records: where one was dropped, that is made again first.
+  static constexpr std::size_t kInputs = 3;
+  RecordId of[kInputs] = {};  // of generation 0: none
+};
+
+// Of a save: the call that it is in, 0 for none, and whether that made what is saved.
+struct OfCall {
+  std::uint64_t call = 0;
+  bool made = false;
 };
 
 // The call of a region that something is saved in, which can be made again by running the region

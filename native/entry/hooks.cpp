@@ -352,6 +352,7 @@ nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
   }
   const nb::object made =
       handle.recipe.run(*this, [&] { handle.runtime->making(handle.record, consumer); });
+  handle.runtime->made(handle.record, consumer);
   if (refill(*handle.runtime, handle.record, made, 0)) {
     return {};
   }

@@ -30,6 +30,9 @@ Recipe Recipe::of(nb::handle tensor, nb::handle call) {
         nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
     recipe.found_.made.rests_on = mixed(recipe.found_.made.rests_on, input->geometry);
+    if (input->runtime != nullptr) {
+      recipe.found_.made.of[i] = input->record;
+    }
     apart |= input->call.is_valid() && !input->call.is(call);
   }
   return recipe.depth_ <= kDepth && !apart ? std::move(recipe) : Recipe();
@@ -50,7 +53,8 @@ Recipe::~Recipe() {
 bool Recipe::ready() const {
   for (std::uint32_t i = 0; i < found_.inputs; ++i) {
     const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
-    if (input->runtime != nullptr && input->runtime->dropped(input->record)) {
+    const bool dropped = input->runtime != nullptr && input->runtime->dropped(input->record);
+    if (dropped && !(input->recipe && input->recipe.made().exact && input->recipe.ready())) {
       return false;
     }
   }

@@ -35,7 +35,7 @@ class Recipe {
   const char* op() const { return found_.op; }
   // What it makes, where it is now; nothing where nobody knows.
   core::Made made() const { return found_.made; }
-  // Whether none of its inputs has to be made again first.
+  // Whether all its inputs are there, or are sure to be made by recipes of theirs.
   bool ready() const;
   // Makes it again from its inputs, which may have to be made again first. Raises what torch does,
   // and RecomputeError where something else came.

@@ -206,6 +206,8 @@ nb::object Call::make(Hooks& hooks, const Handle& handle, bool exact) {
     return {};  // another thread was quicker
   }
   runtime_->note_rerun();
+  const driver::Stream stream = current_stream(handle.geometry.device);
+  runtime_->making(handle.record, stream);
   const nb::object hooks_of_run = nb::cast(
       new Capture(hooks, *this, handle, exact, regions("Stop")), nb::rv_policy::take_ownership);
   auto& capture = *nb::inst_ptr<Capture>(hooks_of_run);
@@ -223,6 +225,9 @@ nb::object Call::make(Hooks& hooks, const Handle& handle, bool exact) {
     }
   }
   over();
+  if (capture.failure().empty()) {
+    runtime_->made(saves_[capture.last()].record, stream, true);
+  }
   if (capture.failure().empty() && !capture.done()) {
     raise_recompute("A checkpointed region saved " + std::to_string(capture.count()) +
                     " tensors when it ran again for backward, and " +

@@ -96,6 +96,8 @@ class Capture {
 
   const std::string& failure() const { return failure_; }
   std::size_t count() const { return at_; }
+  // The save that ends it.
+  std::uint32_t last() const { return last_; }
   nb::object made() { return std::move(made_); }
 
  private:

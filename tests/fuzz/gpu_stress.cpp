@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fuzz/stress.hpp"
@@ -106,10 +107,20 @@ void tell_where(int signal) {
 }
 
 void tell_of_crashes() {
+  static bool told = false;  // once: what was there before is not to be ourselves
+  if (std::exchange(told, true)) {
+    return;
+  }
   void* first = nullptr;
   backtrace(&first, 1);  // loads what it needs now
+  static char stack[1 << 16];
+  stack_t apart = {};  // the one that overflowed has no room to tell of it
+  apart.ss_sp = stack;
+  apart.ss_size = sizeof stack;
+  sigaltstack(&apart, nullptr);
   struct sigaction ours = {};
   ours.sa_handler = &tell_where;
+  ours.sa_flags = SA_ONSTACK;
   sigaction(SIGSEGV, &ours, &before_us);
 }
 

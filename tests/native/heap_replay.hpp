@@ -68,6 +68,13 @@ struct Known {
   bool exact = true;  // else it is to be proven; it comes back bit by bit
 };
 
+// A region that records are saved in, as a step computes it: its first save and its last one, as
+// lines of the trace.
+struct Region {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+};
+
 // What one replayed step did.
 struct Step {
   Counters gained;
@@ -76,6 +83,7 @@ struct Step {
   std::uint64_t map_calls = 0;
   std::uint64_t map_ns = 0;  // of the host
   std::uint64_t ns = 0;
+  std::uint64_t reruns = 0;
 };
 
 class Replay {
@@ -100,6 +108,24 @@ class Replay {
   void follow(std::vector<Event> events) { events_ = std::move(events); }
   // From here on these can be made again.
   void make_again(std::map<std::uint64_t, Known> recipes) { recipes_ = std::move(recipes); }
+  // From here on these run again where what they saved was dropped.
+  void run_again(const std::vector<Region>& regions) {
+    std::uint64_t gpu_us = 0;
+    std::size_t at = 0;
+    calls_.assign(regions.size(), {});
+    call_of_.assign(events_.size(), 0);
+    for (std::size_t i = 0; i < events_.size(); ++i) {
+      const Event& event = events_[i];
+      gpu_us = event.kind == 't' ? event.a : gpu_us;
+      at += at < regions.size() && i >= regions[at].end ? 1 : 0;
+      if (event.kind == 's' && at < regions.size() && i >= regions[at].begin) {
+        call_of_[i] = at + 1;
+        Call& call = calls_[at];
+        call.begin_us = call.saved_us.empty() ? gpu_us : call.begin_us;
+        call.saved_us.emplace(event.a, gpu_us);
+      }
+    }
+  }
   PlanState plan_state() { return rig_.runtime->plan_state(); }
   Bytes peak() const { return peak_; }
   std::uint64_t unbudgeted_ns() const { return unbudgeted_ns_; }
@@ -130,6 +156,7 @@ class Replay {
     const Counters before = rig_.counters();
     const std::uint64_t mapping = mapping_ns();
     const std::uint64_t began = stagehand_sim_clock_ns();
+    ++steps_;
     replay(events_, stream_, [this](const Event& event) { play(event); });
     stagehand_sim_drain();
     const Counters after = rig_.counters();
@@ -141,6 +168,7 @@ class Replay {
     done.gained.dropped_bytes = after.dropped_bytes - before.dropped_bytes;
     done.gained.recomputes = after.recomputes - before.recomputes;
     done.gained.restored_bytes = after.restored_bytes - before.restored_bytes;
+    done.reruns = after.reruns - before.reruns;
     done.gained.gathers = after.gathers - before.gathers;
     done.map_calls = after.map_calls - before.map_calls;
     done.map_ns = mapping_ns() - mapping;
@@ -166,8 +194,12 @@ class Replay {
         const auto known = recipes_.find(event.a);
         const bool can = known != recipes_.end();
         const bool exact = can && known->second.exact;
-        const Made made{base, can ? event.last : 0, exact ? 0U : 1U, exact};
-        const Saved saved = runtime.save(base, base + event.first, base + event.last, false, made);
+        Made made{base, can ? event.last : 0, exact ? 0U : 1U, exact};
+        for (std::size_t i = 0; can && i < known->second.inputs.size(); ++i) {
+          made.of[i] = records_.at(known->second.inputs[i]).record;
+        }
+        const Saved saved = runtime.save(base, base + event.first, base + event.last, false, made,
+                                         inside(&event - events_.data()));
         CHECK_EQ(saved.refusal, Refusal::none);
         if (!records_.emplace(event.a, saved).second) {
           runtime.drop_handle(saved.record);  // the trace counts one for all
@@ -200,9 +232,14 @@ class Replay {
     const Saved& saved = records_.at(record);
     Unpacked found = runtime.unpack(saved.record, saved.offset, stream_);
     if (found.status == Status::recompute) {
-      const Address made = make(record);
-      CHECK(runtime.refill(saved.record, made, stream_));
-      CHECK(runtime.free(made));
+      if (const Call* call = by_call(record); call != nullptr) {
+        run_again(*call);
+      } else {
+        const Address made = make(record);
+        runtime.made(saved.record, stream_);
+        CHECK(runtime.refill(saved.record, made, stream_));
+        CHECK(runtime.free(made));
+      }
       found = runtime.unpack(saved.record, saved.offset, stream_);
     }
     CHECK_EQ(found.status, Status::ok);
@@ -213,6 +250,70 @@ class Replay {
       proofs_.push_back(found.proof);
     }
     return found.block;
+  }
+
+  struct Call {
+    std::uint64_t begin_us = 0;
+    std::map<std::uint64_t, std::uint64_t> saved_us;  // by the record, at its first save
+    std::uint64_t step = 0;                           // in which it ran last
+    std::uint64_t since = 0;
+  };
+
+  Inside inside(std::ptrdiff_t event) {
+    const std::size_t number = call_of_.empty() ? 0 : call_of_[static_cast<std::size_t>(event)];
+    if (number == 0) {
+      return {};
+    }
+    Call& call = calls_[number - 1];
+    if (std::exchange(call.step, steps_) != steps_) {
+      call.since = rig_.runtime->serial();
+    }
+    return {steps_ * calls_.size() + number, call.since};
+  }
+
+  // Whether it can be made by its recipe now, and those of its inputs.
+  bool by_recipe(std::uint64_t record) const {
+    const auto known = recipes_.find(record);
+    return known != recipes_.end() && known->second.exact &&
+           std::all_of(known->second.inputs.begin(), known->second.inputs.end(), [&](auto input) {
+             return !rig_.runtime->dropped(records_.at(input).record) || by_recipe(input);
+           });
+  }
+
+  // The region that makes a dropped record; null where its recipe does.
+  const Call* by_call(std::uint64_t record) const {
+    if (by_recipe(record)) {
+      return nullptr;
+    }
+    const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const Call& call) {
+      return call.saved_us.contains(record);
+    });
+    return found != calls_.end() ? &*found : nullptr;
+  }
+
+  // As far as the last of what was dropped.
+  void run_again(const Call& call) {
+    Runtime& runtime = *rig_.runtime;
+    std::vector<std::pair<std::uint64_t, RecordId>> wanted;
+    for (const auto& [record, us] : call.saved_us) {
+      if (const auto found = records_.find(record);
+          found != records_.end() && runtime.dropped(found->second.record)) {
+        wanted.emplace_back(us, found->second.record);
+      }
+    }
+    std::sort(wanted.begin(), wanted.end(),
+              [](const auto& a, const auto& b) { return a.first < b.first; });
+    runtime.note_rerun();
+    runtime.making(wanted.back().second, stream_);
+    std::uint64_t at_us = call.begin_us;
+    for (const auto& [us, id] : wanted) {
+      const Address made = rig_.allocate(runtime.bytes_of(id), stream_);
+      CHECK_EQ(keep_busy(stream_, 1000 * (us - at_us)), driver::kSuccess);
+      at_us = us;
+      CHECK(runtime.refill(id, made, stream_));
+      CHECK(runtime.free(made));
+    }
+    runtime.made(wanted.back().second, stream_, true);
   }
 
   Address make(std::uint64_t record) {
@@ -257,6 +358,9 @@ class Replay {
   std::uint64_t unbudgeted_ns_ = 0;
   std::map<std::uint64_t, Address> blocks_;
   std::map<std::uint64_t, Known> recipes_;
+  std::vector<Call> calls_;
+  std::vector<std::size_t> call_of_;  // of each line of the trace, from 1 on; 0: none
+  std::uint64_t steps_ = 0;
   std::vector<Plan::ToProve> proofs_;  // of the step before
   std::map<std::uint64_t, Saved> records_;
   std::map<std::uint64_t, Block*> aliases_;

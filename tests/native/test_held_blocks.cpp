@@ -789,6 +789,16 @@ TEST("records in a MemPool leave and come back like others") {
   rig.verify();
 }
 
+TEST("a pool entry takes nothing from a user's MemPool that is active around it") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.drop(rig.make(100_MiB, s));
+  const PoolScope users(kForeignPool);
+  rig.budget(90_MiB, 80_MiB);
+  CHECK(rig.cache.usage_of(kForeignPool).reserved < 20_MiB);
+  CHECK(rig.torch.reserved() <= 90_MiB);
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 

@@ -154,6 +154,33 @@ TEST("segments of another device go back only when this one is done with them") 
   }
 }
 
+// As a collective that waits for a peer that this thread is to start.
+TEST("a request is served although another device's work waits for this thread") {
+  Machine with = kHeldMachine;
+  with.devices = 2;
+  HeldRig rig(with);
+  alignas(4096) static std::uint64_t page[512];
+  const auto word = reinterpret_cast<driver::DevicePtr>(&page[0]);
+  page[0] = 0;
+  CHECK_EQ(rig.driver.host_register(page, sizeof page, 1), 0);
+  driver::Stream other = nullptr;
+  on_device(rig, 1, [&] { other = rig.stream(); });
+  rig.budget(64_MiB, 40_MiB);
+  const HeldTensor kept = rig.make(12_MiB, nullptr);
+  rig.drop(rig.make(54_MiB, nullptr));
+  on_device(rig, 1, [&] {
+    CHECK_EQ(rig.driver.stream_wait_value64(other, word, 1, driver::kWaitValueGeq), 0);
+  });
+  const HeldTensor large = rig.make(56_MiB, nullptr);
+  CHECK_EQ(rig.torch.reserved(), 12_MiB + 54_MiB + 56_MiB);  // nothing went back
+  __atomic_store_n(&page[0], 1, __ATOMIC_SEQ_CST);
+  rig.drop(large);
+  rig.drop(kept);
+  on_device(rig, 1, [&] { CHECK_EQ(rig.driver.stream_synchronize(other), 0); });
+  CHECK_EQ(rig.driver.host_unregister(page), 0);
+  rig.verify_empty();
+}
+
 // Whether blocks that a stream of device 1 was said to use, or that it was not, are evicted.
 void evict_beside_user(bool foreign) {
   CoreRig rig({.devices = 2, .classes = {{4_MiB}, {8}}});

@@ -64,7 +64,7 @@ TEST("what was proven is dropped, also where other records were planned to leave
   replay.make_again(recipes_of("llama.txt", true));
   replay.set_share(0.43);
   Step last;
-  for (int i = 0; i < 14; ++i) {
+  for (int i = 0; i < 32; ++i) {
     last = replay.step();
     CHECK_EQ(last.gained.overshoot_bytes, 0);
   }

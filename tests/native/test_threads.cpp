@@ -3,6 +3,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "native/core_rig.hpp"
@@ -253,6 +254,57 @@ TEST("budgets, trimming, statistics and checks from another thread disturb nothi
     meddler.join();
     rig.verify_empty();
   }
+}
+
+// Registering pinned memory gives the lock up: meanwhile another thread comes on many new streams.
+Runtime* meeting = nullptr;
+std::vector<driver::Stream> newcomers;
+std::atomic<bool> came{true};
+decltype(driver::Table::host_register) registers = nullptr;
+
+int register_while_others_come(void* memory, std::size_t bytes, unsigned flags) {
+  if (!came.exchange(true)) {
+    std::thread([] {
+      for (const driver::Stream stream : newcomers) {
+        Address address = 0;
+        if (meeting->allocate(512, stream, 0, &address) == Status::ok) {
+          meeting->free(address);
+        }
+      }
+    }).join();
+  }
+  return registers(memory, bytes, flags);
+}
+
+TEST("a stream's first request that waits finds its arena after others came on many streams") {
+  Machine with{.memory = 256_MiB, .classes = {{4_MiB}, {0}}, .host_limit = 60_MiB};
+  with.patch = [](driver::Table& table) {
+    registers = std::exchange(table.host_register, &register_while_others_come);
+  };
+  CoreRig rig(with);
+  meeting = rig.runtime;
+  const driver::Stream busy = rig.stream();
+  const driver::Stream fresh = rig.stream();
+  for (int i = 0; i < 40; ++i) {
+    newcomers.push_back(rig.stream());
+  }
+  rig.budget(64_MiB, 32_MiB);
+  std::vector<Saved> saved;
+  for (int i = 0; i < 16; ++i) {
+    const Address address = rig.allocate(4_MiB, busy);
+    saved.push_back(rig.runtime->save(address, address, address + 4_MiB));
+    rig.runtime->free(address);
+  }
+  came = false;
+  const Address address = rig.allocate(4_MiB, fresh);
+  CHECK(came);
+  CHECK_EQ(rig.runtime->invariants_broken(), "");
+  CHECK(rig.runtime->free(address));
+  for (const Saved& one : saved) {
+    rig.runtime->drop_handle(one.record);
+  }
+  newcomers.clear();
+  rig.verify_empty();
 }
 
 }  // namespace

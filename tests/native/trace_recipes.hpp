@@ -55,6 +55,33 @@ inline SavedByBlock saved_by_block(const std::string& trace) {
           {}};
 }
 
+// The blocks of the model as regions, each from the save of its input to that of the next one.
+inline std::vector<Region> blocks_of(const std::string& trace) {
+  const SavedByBlock by = saved_by_block(trace);
+  const std::vector<Event> events = read_trace(trace);
+  std::map<std::uint64_t, Bytes> blocks;
+  std::map<std::uint64_t, Bytes> seen;
+  std::vector<std::size_t> large;  // lines of first saves
+  for (std::size_t i = 0; i < events.size(); ++i) {
+    const Event& event = events[i];
+    if (event.kind == 'a') {
+      blocks[event.a] = event.b;
+    }
+    if (event.kind == 's' && seen.emplace(event.a, blocks.at(event.b)).second &&
+        blocks.at(event.b) > by.above) {
+      large.push_back(i);
+    }
+  }
+  std::vector<Region> regions;
+  for (std::size_t block = 0; block < by.blocks; ++block) {
+    const std::size_t first = by.skip + block * by.names.size();
+    const bool last = block + 1 == by.blocks;
+    regions.push_back({large.at(first), last ? large.at(first + by.names.size() - 1) + 1
+                                             : large.at(first + by.names.size())});
+  }
+  return regions;
+}
+
 // `products`: those of matrices too, which are to be proven.
 inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace, bool products = false) {
   const SavedByBlock by = saved_by_block(trace);

@@ -135,6 +135,23 @@ def test_the_next_entry_works_wherever_the_last_was_interrupted(keep: bool, clos
     assert nth > 100
 
 
+def test_modules_that_are_regions_are_as_before_wherever_the_last_entry_was_interrupted() -> None:
+    step = Step()
+    pool = stagehand_alloc.pool(recompute=list(step.model))
+    step.works(pool)
+    nth = 0
+    while True:
+        nth += 1
+        moments = Interrupts(nth, False)
+        with moments, contextlib.suppress(KeyboardInterrupt), pool:
+            step.model(step.x)
+        if moments.seen < nth:
+            break
+        step.works(pool)
+        assert all("forward" not in module.__dict__ for module in step.model)
+    assert nth > 100
+
+
 def test_a_pool_interrupted_on_another_thread_is_taken_over() -> None:
     step = Step()
     pool = make(keep=True)

@@ -1,0 +1,104 @@
+"""Modules as regions: ``pool(recompute=model.layers)`` runs their forward as a checkpointed one.
+
+While a pool is entered, each module's ``forward`` is an attribute of its own that calls the one it
+had inside `_regions.checkpoint`. On leaving it is as before: models are copied, saved and compiled
+between two steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from stagehand_alloc import _regions
+from stagehand_alloc._config import shown
+from stagehand_alloc._errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FORWARD = "forward"
+
+
+class Region:
+    """What stands in for a module's ``forward`` inside a pool."""
+
+    def __init__(self, module: nn.Module, own: bool) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self.own = own  # it was an attribute of the module before, too
+        functools.update_wrapper(self, self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _regions.takes_over():
+            return self.forward(*args, **kwargs)
+        function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
+        return _regions.checkpoint(function, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model, made inside the pool, has forwards of its own."""
+        copied = memo.get(id(self.module))
+        if copied is None or self.own:
+            return self.forward
+        return functools.partial(type(copied).forward, copied)
+
+
+class Marks:
+    """The regions of one pool, which keeps no model alive.
+
+    Entering and leaving may be repeated, and interrupted anywhere.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+
+    def _alive(self) -> list[nn.Module]:
+        return [module for one in self._modules if (module := one()) is not None]
+
+    def enter(self) -> None:
+        for module in self._alive():
+            if not isinstance(module.__dict__.get(_FORWARD), Region):
+                module.__dict__[_FORWARD] = Region(module, _FORWARD in module.__dict__)
+
+    def leave(self) -> None:
+        for module in self._alive():
+            region = module.__dict__.get(_FORWARD)
+            if not isinstance(region, Region):
+                continue
+            if region.own:
+                module.__dict__[_FORWARD] = region.forward
+            else:
+                del module.__dict__[_FORWARD]
+
+
+def modules_of(asked: object) -> list[nn.Module]:
+    """The modules that ``recompute=`` names: each to be one region.
+
+    Of a list its entries; of a model its blocks, the entries of its outermost lists of two or more
+    modules of one class; a module without such lists is one region. Raises ConfigError.
+    """
+    from torch import nn
+
+    if isinstance(asked, nn.Module):
+        return _blocks(asked) or [asked]
+    if isinstance(asked, Iterable) and not isinstance(asked, str | bytes):
+        found = list(asked)
+        if found and all(isinstance(one, nn.Module) for one in found):
+            return list(dict.fromkeys(found))
+    raise ConfigError(
+        f"recompute={shown(asked)} is neither a bool nor modules.",
+        "Pass True, False, a list of modules such as model.layers, or the model.",
+    )
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    from torch import nn
+
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        children = list(module.children())
+        kinds = {type(child) for child in children}
+        if len(children) > 1 and (len(kinds) == 1 or isinstance(module, nn.ModuleList)):
+            return children
+    return [block for child in module.children() for block in _blocks(child)]

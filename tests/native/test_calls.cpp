@@ -1,0 +1,163 @@
+// Regions that run again for what was dropped of them: what a call costs, which of it is dropped,
+// and what recorded steps of models in regions take.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "core/fate_search.hpp"
+#include "core/plan.hpp"
+#include "core/step_grid.hpp"
+#include "native/test.hpp"
+#include "native/trace_recipes.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+constexpr Bytes kSize = 32_MiB;
+constexpr std::uint64_t kMs = 1'000'000;
+
+// Blocks of four records each, saved a millisecond apart and used in reverse; the first of a block
+// is older than its call. Half a record moves in a millisecond, each way.
+struct Blocks {
+  explicit Blocks(std::uint32_t blocks, Bytes high) {
+    const std::uint32_t count = 4 * blocks;
+    for (std::uint32_t i = 0; i < count; ++i) {
+      KnownRecord record;
+      record.bytes = kSize;
+      record.retained = i + 1;
+      record.used = 2 * count - i;
+      if (i % 4 != 0) {
+        record.call = i / 4 + 1;
+        record.rerun_ns = (i % 4) * kMs;
+      }
+      records.push_back(record);
+    }
+    full.push_back(0);
+    for (std::uint32_t i = 0; i < 2 * count; ++i) {
+      full.push_back(kSize * (i < count ? i + 1 : 2 * count - i));
+    }
+    for (std::size_t m = 0; m < full.size(); ++m) {
+      at_ns.push_back(m * kMs);
+    }
+    const double rate = 0.125 * static_cast<double>(kSize) / kMs;
+    step = {records, full, at_ns, high, rate, rate};
+    stay.assign(count, Fate::stay);
+  }
+  Blocks(const Blocks&) = delete;
+
+  std::vector<Fate> drop(const std::vector<std::size_t>& numbers) const {
+    std::vector<Fate> fates = stay;
+    for (const std::size_t number : numbers) {
+      fates[number] = Fate::drop;
+    }
+    return fates;
+  }
+
+  std::vector<KnownRecord> records;
+  std::vector<Bytes> full;
+  std::vector<std::uint64_t> at_ns;
+  KnownStep step;
+  std::vector<Fate> stay;
+};
+
+TEST("a call runs once for all that was dropped of it, at the first use, up to the last of it") {
+  const Blocks blocks(2, 1_GiB);
+  const Grid grid(blocks.step);
+  const std::vector<MadeAgain> made = made_again(grid, blocks.drop({5, 6}));
+  CHECK_EQ(made[5].by, 6);
+  CHECK_EQ(made[6].by, 6);
+  CHECK_EQ(made[5].ns, 0);
+  CHECK_EQ(made[6].ns, 2 * kMs);
+  CHECK_EQ(forecast(blocks.step, blocks.drop({5, 6})).again_ns, 2 * kMs);
+  CHECK_EQ(forecast(blocks.step, blocks.drop({5, 6, 1})).again_ns, 3 * kMs);
+}
+
+TEST("what a recipe makes needs no call, but where what it is made of was dropped with the call") {
+  Blocks blocks(1, 1_GiB);
+  blocks.records[3].again_ns = kMs / 10;
+  blocks.records[3].made_of[0] = 2;
+  CHECK_EQ(forecast(blocks.step, blocks.drop({3})).again_ns, kMs / 10);
+  CHECK_EQ(forecast(blocks.step, blocks.drop({1, 3})).again_ns, kMs + kMs / 10);
+  CHECK_EQ(forecast(blocks.step, blocks.drop({2, 3})).again_ns, 3 * kMs);
+}
+
+TEST("of a call that is dropped first is what makes the most room for its time") {
+  Blocks blocks(1, 1_GiB);
+  blocks.records[1].rerun_ns = kMs;
+  blocks.records[2].rerun_ns = kMs + 1;
+  blocks.records[3].rerun_ns = 10 * kMs;
+  const std::vector<Droppable> items = droppable(Grid(blocks.step));
+  CHECK_EQ(items.size(), 2);
+  CHECK((items[0].records == std::vector<std::uint32_t>{1, 2}));
+  CHECK_EQ(items[0].ns, kMs + 1.0);
+  CHECK_EQ(items[1].records.size(), 1);
+  CHECK_EQ(items[1].ns, 9 * kMs - 1.0);
+  CHECK_EQ(items[0].used, items[1].used);
+}
+
+TEST("calls are run again where the lanes would be late, and no more of them than that") {
+  const Blocks blocks(16, 40 * kSize);
+  const std::vector<Fate> fates = choose_fates(blocks.step, blocks.stay);
+  const Forecast told = forecast(blocks.step, fates);
+  CHECK(told.dropped >= 8 * kSize);
+  CHECK(told.dropped <= 30 * kSize);
+  CHECK(told.late_ns + told.again_ns < 24 * kMs);
+}
+
+// --- Recorded steps
+
+struct Outcome {
+  double first = 0;  // over a step without a budget
+  double later = 0;  // the worst of the last ones
+  Step last;
+};
+
+Outcome replayed(const std::string& trace, double share, bool recipes) {
+  constexpr int kSteps = 32;
+  Replay replay(trace);
+  replay.run_again(blocks_of(trace));
+  if (recipes) {
+    replay.make_again(recipes_of(trace, true));
+  }
+  replay.set_share(share);
+  Outcome outcome;
+  const auto plain = static_cast<double>(replay.unbudgeted_ns());
+  for (int i = 0; i < kSteps; ++i) {
+    outcome.last = replay.step();
+    CHECK_EQ(outcome.last.gained.overshoot_bytes, 0);
+    const double took = static_cast<double>(outcome.last.ns) / plain;
+    outcome.first = i == 0 ? took : outcome.first;
+    outcome.later = i >= kSteps - 4 ? std::max(outcome.later, took) : 0;
+  }
+  replay.verify();
+  return outcome;
+}
+
+TEST("a model in regions takes in a third of its memory what its forward takes longer") {
+  for (const char* trace : {"llama.txt", "vit.txt"}) {
+    const Outcome outcome = replayed(trace, 0.35, false);
+    CHECK(outcome.first < 1.3);
+    CHECK(outcome.later < 1.27);
+    CHECK(outcome.last.reruns > 0);
+  }
+}
+
+TEST("what steps took decides: none ends slower than it began") {
+  for (const char* trace : {"gpt_8k.txt", "llama.txt", "vit.txt"}) {
+    for (const bool recipes : {false, true}) {
+      const Outcome outcome = replayed(trace, 0.5, recipes);
+      CHECK(outcome.later < outcome.first);
+    }
+  }
+}
+
+TEST("where the lanes carry all for nothing, no region runs again") {
+  const Outcome outcome = replayed("gpt_8k.txt", 0.85, false);
+  CHECK_EQ(outcome.last.reruns, 0);
+  CHECK(outcome.later < 1.01);
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()

@@ -1,0 +1,172 @@
+"""``pool(recompute=...)``: which modules become regions, and what that leaves of them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import BY_NAME, Recipe
+from regions import Block, batch, dropping, made, nothing_dropped
+from torch import Tensor, nn
+from training import digest, footprint, gradients, leaves_nothing, train
+
+import stagehand_alloc
+from stagehand_alloc import ConfigError, _marks
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+class Kept:
+    """`recipe` with the model that was built last, for a pool that names modules of it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.pool: Any = None
+
+    def __enter__(self) -> Any:
+        return self.pool.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self.pool.__exit__(*error)
+
+    def build(self, **sizes: Any) -> Recipe:
+        def build() -> nn.Module:
+            model = self.recipe.build()
+            self.pool = stagehand_alloc.pool(recompute=model, **sizes)
+            return model
+
+        return Recipe(self.recipe.name, build, self.recipe.batch)
+
+
+MODELS = ("gpt", "gpt_dropout", "conv_batchnorm")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_plain_torch_with_all_dropped_that_can_be(name: str) -> None:
+    expected = train(BY_NAME[name])
+    kept = Kept(BY_NAME[name])
+    with leaves_nothing(), dropping():
+        assert train(kept.build(high="310MiB"), kept) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_plain_torch_inside_a_budget(name: str) -> None:
+    expected = train(BY_NAME[name])
+    kept = Kept(BY_NAME[name])
+    with leaves_nothing():
+        assert train(kept.build(high=footprint(BY_NAME[name]).high(0.6)), kept) == expected
+
+
+def test_nothing_runs_twice_while_there_is_room() -> None:
+    expected = train(BY_NAME["gpt"])
+    kept = Kept(BY_NAME["gpt"])
+    with leaves_nothing(), nothing_dropped():
+        assert train(kept.build(), kept) == expected
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_of_a_model_the_entries_of_its_outermost_lists_are_regions() -> None:
+    model = Nested()
+    assert _marks.modules_of(model) == list(model.layers)
+    assert _marks.modules_of(model.layers) == list(model.layers)
+    assert _marks.modules_of([model.head, model.embed]) == [model.head, model.embed]
+    assert _marks.modules_of(model.head) == [model.head]
+    assert _marks.modules_of(model.embed) == [model.embed]
+
+
+def test_shared_modules_are_marked_once() -> None:
+    layer = nn.Linear(4, 4)
+    assert _marks.modules_of([layer, layer]) == [layer]
+
+
+@pytest.mark.parametrize("wrong", ["layers", 3, [], [nn.ReLU(), "x"], object()])
+def test_what_is_no_module_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="neither a bool nor modules"):
+        stagehand_alloc.pool(recompute=wrong)
+
+
+def test_forward_is_as_before_once_the_pool_is_left_also_by_an_error() -> None:
+    model = Nested()
+    own = model.layers[0]
+    plain = own.forward
+    own.forward = lambda x: plain(x)  # as libraries do that wrap it
+    wrapped = own.forward
+    pool = stagehand_alloc.pool(recompute=model)
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), pool:
+            assert isinstance(model.layers[1].forward, _marks.Region)
+            raise ZeroDivisionError
+        assert "forward" not in model.layers[1].__dict__
+        assert own.forward is wrapped
+
+
+def test_the_next_entry_begins_where_one_was_cut_off() -> None:
+    model = Nested()
+    pool = stagehand_alloc.pool(recompute=model)
+    x = torch.randn(8, 4)
+    pool.__enter__()
+    pool._marks.enter()  # type: ignore[union-attr]  # as an interrupt leaves it
+    pool.__exit__(None, None, None)
+    model.layers[0].__dict__["forward"] = _marks.Region(model.layers[0], False)
+    with pool:
+        model(x).sum().backward()
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+
+
+def test_a_copy_made_inside_the_pool_computes_with_its_own_parameters() -> None:
+    model = Nested()
+    x = torch.randn(8, 4)
+    with stagehand_alloc.pool(recompute=model):
+        copied = copy.deepcopy(model)
+        for parameter in copied.parameters():
+            parameter.data.zero_()
+        assert digest(copied(x)) != digest(model(x))
+        assert not copied(x).any()
+    assert not copied(x).any()
+    pickle.loads(pickle.dumps(model))
+
+
+def test_arguments_by_name_and_flags_reach_the_module() -> None:
+    model = nn.Sequential(made(Block), made(Block))
+
+    def once(around: Any, run: Callable[[], Tensor]) -> Any:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        with around:
+            loss = run()
+        loss.backward()
+        return digest(loss), gradients(model)
+
+    x = batch()
+
+    def run() -> Tensor:
+        return model[1](model[0](x, scale=0.5), scale=0.25).square().mean()  # type: ignore[no-any-return]
+
+    expected = once(contextlib.nullcontext(), run)
+    with leaves_nothing(), dropping():
+        assert once(stagehand_alloc.pool("310MiB", recompute=list(model)), run) == expected
+
+
+def test_false_turns_off_what_the_settings_turned_on() -> None:
+    assert stagehand_alloc.pool(config={"recompute": True})._config.recompute
+    assert not stagehand_alloc.pool(recompute=False, config={"recompute": True})._config.recompute
+    assert stagehand_alloc.pool(recompute=True)._config.recompute
