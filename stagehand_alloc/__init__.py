@@ -38,6 +38,8 @@ from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
 from stagehand_alloc._hooks import SavedTensorInfo as SavedTensorInfo
 from stagehand_alloc._install import allocator as allocator
 from stagehand_alloc._limits import LaneLimits as LaneLimits
+from stagehand_alloc._plan import PlanLine as PlanLine
+from stagehand_alloc._plan import StepPlan as StepPlan
 from stagehand_alloc._pool import Pool as Pool
 from stagehand_alloc._pool import keep as keep
 from stagehand_alloc._pool import pool as pool

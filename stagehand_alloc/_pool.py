@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagehand_alloc import _driver, _install, _modes, _stats, _telemetry, _trouble
+from stagehand_alloc import _driver, _install, _modes, _plan, _stats, _telemetry, _trouble
 from stagehand_alloc._config import (
     UNLIMITED,
     Budget,
@@ -138,7 +138,6 @@ class Pool:
         self._budget: Budget | None = None
         self._limits = LaneLimits.of(config)  # guarded by _registry_lock
         self._hooks: Any = None
-        self._proofs: Any = None
         self._watch = ModuleWatch()
         self._start = PoolStats()
         self._entry: _Entry | None = None
@@ -226,6 +225,14 @@ class Pool:
         found = _stats.stats(self._device).since(self._start)
         found = dataclasses.replace(found, mode=self._mode or "", trigger=_modes.trigger().state)
         return _stats.with_passed_through(found, self._passed_through())
+
+    def plan(self) -> _plan.StepPlan:
+        """What stays, moves and is dropped of what steps like the newest save, by what made it.
+
+        ``print(pool.plan())`` is a table. For people: it takes some milliseconds of the host, and
+        waits for no GPU work. Empty before a step has been learned.
+        """
+        return _plan.read(-1 if self._device is None else self._device)
 
     @property
     def mem_pool(self) -> Any:
@@ -415,11 +422,11 @@ class Pool:
             _tensors.load(self._config.build_trigger)
             if self._config.recompute:
                 _recompute.load(self._config.build_trigger)
-            self._proofs = _recompute.Proofs()
-            self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch, self._proofs)
+            proofs = _recompute.proofs_of(entry.device)
+            self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch, proofs)
         if self._config.recompute:
-            self._proofs.collect(entry.device)
-        self._hooks.begin_step(self._config.recompute)
+            _recompute.proofs_of(entry.device).collect()
+        self._hooks.begin_step(self._config.recompute, _recompute.sharded())
         if self._keep is not None:
             self._watch.enter()
         entry.hooked = True

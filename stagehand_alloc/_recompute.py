@@ -24,6 +24,8 @@ LIBRARY = _recipe.Library(
     python=True,
 )
 
+_MANY = 512  # proofs are not collected until then where no pool is entered
+
 _lock = threading.Lock()
 _state: str | None = None  # what the first try came to; a library once loaded stays
 
@@ -63,11 +65,14 @@ class _Proof(NamedTuple):
 class Proofs:
     """Comparisons of what was made again with what was saved, read once the GPU is past them.
 
-    The hooks call `add` on any thread, with the GIL; `collect` is for a pool's entry, and waits for
-    nothing. What differs is moved from then on, and told of once by the name of its op.
+    One for a device, whichever pools are entered there. The hooks call `add` on any thread, with
+    the GIL; `collect` is for a pool's entry, and for one pool around many steps. It waits for
+    nothing.
+    What differs is moved from then on, and told of once by the name of its op.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self._device = device
         self._new: list[_Proof] = []
         self._read: tuple[Any, Any, list[_Proof]] | None = None
         self._told: set[str] = set()
@@ -79,11 +84,14 @@ class Proofs:
         cuda: Any = torch.cuda
         stream = cuda.current_stream(device) if differs.is_cuda else None
         self._new.append(_Proof(differs, stream, what, op))
+        if len(self._new) >= _MANY:
+            self.collect()
 
-    def collect(self, device: int) -> None:
+    def collect(self) -> None:
         """Tell the engine of those that the GPU is past, and start reading the others."""
         import torch
 
+        device = self._device
         if self._read is not None:
             event, host, asked = self._read
             if event is not None and not event.query():
@@ -121,6 +129,21 @@ class Proofs:
                 "made again. Such tensors are moved to the host instead; results are right.",
                 stacklevel=2,
             )
+
+
+_proofs: dict[int, Proofs] = {}  # by device
+
+
+def proofs_of(device: int) -> Proofs:
+    """The device's."""
+    return _proofs.setdefault(device, Proofs(device))
+
+
+def sharded() -> bool:
+    """Whether weights may be away between their uses, as with FSDP and ZeRO: there are ranks."""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _load() -> str:

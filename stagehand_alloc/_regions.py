@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc import _driver, _pool
@@ -29,6 +29,8 @@ _OF_TORCH = ("/torch/", "/stagehand_alloc/")
 
 _thread = threading.local()  # .again: re-runs that are going on
 _lock = threading.Lock()
+_spare_lock = threading.Lock()
+_spared: dict[Any, _Spared] = {}  # by module; guarded by _spare_lock
 _fault: str | None = None  # why torch's checkpoint is left as it is; "" where it need not be
 _warned: set[str] = set()
 
@@ -172,6 +174,7 @@ class _Again:
         self._capture: Any = None
 
     def __enter__(self) -> None:
+        import torch
         from torch.autograd.graph import saved_tensors_hooks
 
         call = self._call()
@@ -184,6 +187,10 @@ class _Again:
         with contextlib.ExitStack() as stack:
             _thread.again = getattr(_thread, "again", 0) + 1
             stack.callback(_one_less)
+            # torch has taken the group of this run by now; backwards inside it have others.
+            outer = torch._C._get_graph_exec_group()
+            stack.callback(torch._C._set_graph_exec_group, outer)
+            torch._C._set_graph_exec_group(None)
             _spare_buffers(self._function, stack)
             stack.enter_context(saved_tensors_hooks(self._capture.pack, self._capture.unpack))
             self._running = stack.pop_all()
@@ -247,19 +254,45 @@ def _save_sentinel() -> Any:
 
 def _spare_buffers(function: Any, stack: contextlib.ExitStack) -> None:
     """Let a re-run write to copies. Versions do not tell: BatchNorm raises none of its buffers'."""
-    import torch
-
     for root in _modules_of(function):
         for module in root.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.nbytes <= _SMALL:
-                    with torch.no_grad():
-                        module._buffers[name] = buffer.clone()
-                    stack.callback(module._buffers.__setitem__, name, buffer)
+            with _spare_lock:
+                spared = _spared.get(module)
+                if spared is None:
+                    spared = _spared[module] = _Spared(module)
+                spared.runs += 1
+            stack.callback(_end_spare, module, spared)
+
+
+class _Spared:
+    """A module's buffers, which lie aside while any re-run of it goes on, on any thread."""
+
+    def __init__(self, module: nn.Module) -> None:
+        import torch
+
+        self.runs = 0
+        self.buffers: dict[str, Any] = {}
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.nbytes <= _SMALL:
+                self.buffers[name] = buffer
+                with torch.no_grad():
+                    module._buffers[name] = buffer.clone()
+
+
+def _end_spare(module: nn.Module, spared: _Spared) -> None:
+    with _spare_lock:
+        spared.runs -= 1
+        if spared.runs == 0:
+            module._buffers.update(spared.buffers)
+            del _spared[module]
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """The modules that a function is, is bound to, or closes over."""
+    """The modules that a function is, is bound to, closes over, names, or is given.
+
+    Those it reaches in another way are not found, such as through two objects.
+    """
+    import torch
     from torch import nn
 
     found: list[nn.Module] = []
@@ -267,31 +300,50 @@ def _modules_of(function: Any) -> list[nn.Module]:
     todo = [function]
     while todo:
         one = todo.pop()
-        if id(one) in seen:
+        if id(one) in seen or one is None or isinstance(one, str | int | float | torch.Tensor):
             continue
         seen.add(id(one))
         if isinstance(one, nn.Module):
             found.append(one)
         elif isinstance(one, functools.partial):
             todo += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, list | tuple):
+        elif isinstance(one, list | tuple | set):
             todo += one
-        else:
-            todo.append(getattr(one, "__self__", None))
+        elif isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, FunctionType):
             todo.append(getattr(one, "__wrapped__", None))
-            for cell in getattr(one, "__closure__", None) or ():
+            names = one.__code__.co_names
+            todo += [one.__globals__[name] for name in names if name in one.__globals__]
+            for cell in one.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty one
                     todo.append(cell.cell_contents)
+        elif not isinstance(one, type | ModuleType):
+            todo.append(getattr(one, "__self__", None))
+            todo.append(getattr(one, "__wrapped__", None))
+            held = getattr(one, "__dict__", {})
+            todo += [
+                value
+                for value in held.values()
+                if isinstance(value, list | tuple | dict | nn.Module)
+            ]
     return found
 
 
 def _function_of(frame: FrameType | None) -> Any:
-    """The function that torch's checkpoint is about to run; None where its code is another."""
+    """The function that torch's checkpoint is about to run, as a partial with what it is given.
+
+    None where its code is another.
+    """
     for _ in range(4):
         if frame is None:
             break
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return frame.f_locals.get("fn")
+            here = frame.f_locals
+            function = here.get("fn")
+            if not callable(function):
+                return None
+            return functools.partial(function, *here.get("args", ()), **here.get("kwargs", {}))
         frame = frame.f_back
     return None
 
@@ -326,7 +378,9 @@ def _try_out() -> str:
     first, again = _Probe(told, "first"), _Probe(told, "again")
 
     def contexts() -> tuple[Any, Any]:
-        told.append("asked" if _function_of(sys._getframe(1)) is function else "asked by another")
+        found = _function_of(sys._getframe(1))
+        right = found is not None and found.func is function and found.args == (x,)
+        told.append("asked" if right else "asked by another")
         return first, again
 
     def function(x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ void Plan::begin_step(Bytes high, Bytes live) {
 
 // Of a call's own, what is not sure to be the same is made by running the call again, which needs
 // no proof: who marked the region vouches for it.
-Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, OfCall call) {
+Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Origin from) {
   if (now_ == nullptr || over(*now_)) {
     begin_step(high_, live_);
   }
@@ -70,12 +70,13 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Of
   Trace::Entry entry;
   entry.block_bytes = block_bytes;
   entry.record = record;
-  entry.by_node = made.bytes != 0 && (made.exact || !call.made);
-  entry.by_call = call.made;
-  entry.call = call.call;
+  entry.by_node = made.bytes != 0 && (made.exact || !from.made);
+  entry.by_call = from.made;
+  entry.call = from.call;
+  entry.op = from.op;
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
-  entry.proof = made.exact || call.made ? Trace::Proof::proven : Trace::Proof::none;
+  entry.proof = made.exact || from.made ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.full.push_back(0);
   entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
   now_->seen.entries.push_back(entry);

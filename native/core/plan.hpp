@@ -41,7 +41,7 @@ class Plan {
   void begin_step(Bytes high, Bytes live);
   // A record was opened over a block of this size. It can be made again by a recipe, or by the
   // call.
-  Place saved(Bytes block_bytes, RecordId record = {}, const Made& made = {}, OfCall call = {});
+  Place saved(Bytes block_bytes, RecordId record = {}, const Made& made = {}, Origin from = {});
   // That recipe's n-th input is this record.
   void made_of(Place place, std::size_t n, Place input);
   // Only a record needs its block from now on; it left the GPU, it came back; backward asked for
@@ -106,6 +106,22 @@ class Plan {
   // Whether the last steps, more than there are traces of, were all of sizes not seen before.
   bool varies() const { return varied_ > kTraces; }
   PlanState state() const;
+  // What the newest kind of step plans for its records, by what made them; for people.
+  struct ByOp {
+    const char* op = nullptr;
+    std::size_t records = 0;
+    Bytes stays = 0;
+    Bytes leaves = 0;  // by a copy
+    Bytes drops = 0;
+    std::uint64_t again_ns = 0;  // to make those again
+  };
+  struct Shown {
+    std::vector<ByOp> ops;
+    std::uint64_t step_ns = 0;  // of computing, from the first save to the last use; 0: not measured
+    std::uint64_t best_ns = 0;  // the quickest such step, with all waits; 0: likewise
+    Forecast forecast;
+  };
+  Shown shown() const;
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;

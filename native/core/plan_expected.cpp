@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "core/plan.hpp"
+#include "core/step_grid.hpp"
 
 namespace stagehand::core {
 
@@ -159,6 +160,39 @@ Bytes Plan::unavoidable() const {
     least = now_->kin.unavoidable(now_->seen.live_before);
   }
   return least > high_ ? least : 0;
+}
+
+Plan::Shown Plan::shown() const {
+  Shown all;
+  if (traces_.empty()) {
+    return all;
+  }
+  const Trace& trace = *traces_.front();
+  std::vector<KnownRecord> records;
+  const KnownStep step = trace.known(&records);
+  const std::vector<Fate> fates = trace.fates();
+  const bool timed = !trace.at_ns.empty();
+  std::vector<MadeAgain> again(fates.size());
+  if (timed) {
+    again = made_again(Grid(step), fates);
+    all.step_ns = trace.at_ns.back();
+    all.best_ns = trace.trials.best_ns();
+    all.forecast = forecast(step, fates);
+  }
+  for (std::size_t i = 0; i < trace.entries.size(); ++i) {
+    const Trace::Entry& entry = trace.entries[i];
+    auto one = std::find_if(all.ops.begin(), all.ops.end(),
+                            [&](const ByOp& of) { return of.op == entry.op; });
+    if (one == all.ops.end()) {
+      one = all.ops.insert(one, ByOp{entry.op});
+    }
+    ++one->records;
+    (fates[i] == Fate::stay    ? one->stays
+     : fates[i] == Fate::leave ? one->leaves
+                               : one->drops) += entry.block_bytes;
+    one->again_ns += fates[i] == Fate::drop ? static_cast<std::uint64_t>(again[i].ns) : 0;
+  }
+  return all;
 }
 
 }  // namespace stagehand::core

@@ -10,13 +10,15 @@
 
 namespace stagehand::core {
 
-// `made.exact`: elementwise, each element by itself.
+// `made.exact`: elementwise, each element by itself. `made.rests_on`: settings, numbers, what it
+// makes, and what the node did not save.
 struct FoundRecipe {
   static constexpr std::uint32_t kInputs = Made::kInputs;  // at most
 
   void* recipe = nullptr;  // null: nobody knows how it was made
   Made made;
   const char* op = nullptr;
+  bool leaf = false;  // it needs a leaf that the node did not save
   std::uint32_t inputs = 0;
   void* input[kInputs] = {};  // what the pack hook gave for each: PyObject*, the recipe's reference
 };

@@ -158,6 +158,7 @@ class Runtime {
   Counters counters();
   Budget budget();
   PlanState plan_state();
+  Plan::Shown plan_shown();
   void reset_peaks();
   Bytes device_bytes() const { return d_.bytes; }
   // Why the last request failed, with the numbers; for the error text.

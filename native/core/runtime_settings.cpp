@@ -240,6 +240,11 @@ Budget Runtime::budget() {
   return d_.budget;
 }
 
+Plan::Shown Runtime::plan_shown() {
+  const Entry entry(d_.gate);
+  return d_.plan.shown();
+}
+
 PlanState Runtime::plan_state() {
   Entry entry(d_.gate);
   return d_.plan.state();

@@ -18,6 +18,7 @@ struct Trace {
   struct Entry {
     Bytes block_bytes = 0;
     RecordId record;
+    const char* op = nullptr;  // Origin::op
     bool evicted = false;
     bool dropped = false;        // without a copy
     std::uint32_t kind = 0;      // Made::kind

@@ -53,10 +53,12 @@ struct Made {
   RecordId of[kInputs] = {};  // of generation 0: none
 };
 
-// Of a save: the call that it is in, 0 for none, and whether that made what is saved.
-struct OfCall {
+// Of a save: the call that it is in, 0 for none, and whether that made what is saved; and what did,
+// for people.
+struct Origin {
   std::uint64_t call = 0;
   bool made = false;
+  const char* op = nullptr;  // one text for each, which stays
 };
 
 // The call of a region that something is saved in, which can be made again by running the region
@@ -64,6 +66,7 @@ struct OfCall {
 struct Inside {
   std::uint64_t call = 0;   // its number; 0: none
   std::uint64_t since = 0;  // Runtime::serial() when it began
+  const char* op = nullptr;  // Origin's
 };
 
 }  // namespace stagehand::core

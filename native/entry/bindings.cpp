@@ -84,6 +84,22 @@ nb::list pinned_demand(int device) {
   return found;
 }
 
+// (step, best, late, again: ns; by op: name, records, bytes that stay, leave, are dropped, ns)
+nb::tuple plan(int device) {
+  core::Plan::Shown shown;
+  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
+    const nb::gil_scoped_release unlocked;
+    shown = runtime->plan_shown();
+  }
+  nb::list ops;
+  for (const core::Plan::ByOp& one : shown.ops) {
+    ops.append(nb::make_tuple(one.op != nullptr ? op_name(one.op) : std::string(), one.records,
+                              one.stays, one.leaves, one.drops, one.again_ns));
+  }
+  return nb::make_tuple(shown.step_ns, shown.best_ns, shown.forecast.late_ns,
+                        shown.forecast.again_ns, ops);
+}
+
 nb::dict stats(int device) {
   core::Counters counters;
   core::Budget budget;
@@ -174,6 +190,7 @@ bool outgrown(int device, std::uint64_t first, std::uint64_t second, core::Bytes
 }
 
 void set_debug(bool evict_everything, bool poison, bool checksums) {
+  Recipe::trust(evict_everything);
   Registry::get().each(
       [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison, checksums}); });
 }
@@ -213,6 +230,7 @@ NB_MODULE(_native, module) {
              "ahead"_a = false, "numa_nodes"_a = std::vector<int>(), "first_share"_a = 0);
   module.def("release_pinned", &release_pinned, "device"_a, "keep"_a,
              nb::call_guard<nb::gil_scoped_release>());
+  module.def("plan", &plan, "device"_a);
   module.def("pinned_demand", &pinned_demand, "device"_a);
   module.def("stats", &stats, "device"_a);
   module.def("reset_peaks", &reset_peaks, "device"_a);
@@ -257,7 +275,7 @@ NB_MODULE(_native, module) {
   nb::class_<Hooks>(module, "Hooks")
       .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
            "keep"_a = nb::none(), "proof"_a = nb::none())
-      .def("begin_step", &Hooks::begin_step, "recompute"_a = false)
+      .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def("pack", &Hooks::pack, "tensor"_a)
       .def("unpack", &Hooks::unpack, "handle"_a)

@@ -137,9 +137,10 @@ Hooks::Hooks(int device, nb::object modified, nb::object keep, nb::object proof)
   TorchApi::get();
 }
 
-void Hooks::begin_step(bool recompute) {
+void Hooks::begin_step(bool recompute, bool sharded) {
   order_ = 0;
   recompute_ = recompute;
+  sharded_ = sharded;
   Call::forget_open();
   Twins::get().sweep_all();
 }
@@ -201,9 +202,10 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
   if (recompute_) {
-    handle.recipe = Recipe::of(tensor, call != nullptr ? nb::find(*call) : nb::object());
+    handle.recipe = Recipe::of(tensor, call != nullptr ? nb::find(*call) : nb::object(), sharded_);
   }
-  const core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
+  core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
+  inside.op = seen.op;
   const core::Saved saved =
       runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, inside)
                             : runtime->save(first, first, last, true, handle.recipe.made(), inside);
@@ -400,7 +402,15 @@ nb::object Hooks::unpack(const Handle& handle) {
   }
   nb::object tensor = tensor_of(handle, unpacked, consumer);
   if (unpacked.proof.trace != 0 && handle.recipe) {
-    prove(handle, unpacked, consumer);
+    try {
+      prove(handle, unpacked, consumer);
+    } catch (nb::python_error& error) {
+      if (!error.matches(PyExc_Exception)) {
+        throw;
+      }
+      // An input that changed since, or is not there, or no memory for it: what was saved is.
+      handle.runtime->proved(unpacked.proof, false);
+    }
   }
   return tensor;
 }

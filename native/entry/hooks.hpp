@@ -68,8 +68,8 @@ class Hooks {
   Hooks(int device, nb::object modified, nb::object keep, nb::object proof);
 
   // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
-  // again may be dropped.
-  void begin_step(bool recompute);
+  // again may be dropped. `sharded`: weights may be away between their uses.
+  void begin_step(bool recompute, bool sharded);
   // It was left.
   static void end_step();
   Handle pack(nb::handle tensor);
@@ -99,6 +99,7 @@ class Hooks {
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
   bool recompute_ = false;
+  bool sharded_ = false;
 };
 
 }  // namespace stagehand::entry

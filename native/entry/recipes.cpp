@@ -10,30 +10,49 @@ namespace stagehand::entry {
 
 namespace {
 // What a proof rests on, of one input: sizes and strides choose the kernel.
-std::uint32_t mixed(std::uint32_t word, const Geometry& of) {
-  for (std::int32_t i = 0; i < 2 * of.ndim; ++i) {
-    word = (word ^ static_cast<std::uint32_t>(of.shape()[i])) * 16777619U;  // FNV-1a's prime
+void mix(std::uint32_t& word, std::int64_t value) {
+  word = (word ^ static_cast<std::uint32_t>(value)) * 16777619U;  // FNV-1a's prime
+}
+
+void mix(std::uint32_t& word, const Handle& input) {
+  Geometry passed;
+  const Geometry* of = &input.geometry;
+  std::int64_t place = static_cast<std::int64_t>(input.offset);
+  if (input.passed.is_valid() && TorchApi::get().is_tensor(input.passed.ptr())) {
+    const core::SeenTensor seen = TorchApi::get().look(input.passed.ptr());
+    passed.set(seen);
+    of = &passed;
+    place = static_cast<std::int64_t>(reinterpret_cast<core::Address>(seen.data));
   }
-  return word;
+  mix(word, of->dtype.code);
+  mix(word, of->dtype.bits);
+  mix(word, of->ndim);
+  for (std::int32_t i = 0; i < 2 * of->ndim; ++i) {
+    mix(word, of->shape()[i]);
+  }
+  mix(word, place % 512);  // how it is aligned
 }
 }  // namespace
 
-Recipe Recipe::of(nb::handle tensor, nb::handle call) {
+Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded) {
   Recipe recipe;
   if (side_ == nullptr) {
     return recipe;
   }
   side_->find(tensor.ptr(), nb::type<Handle>().ptr(), &recipe.found_);
-  bool apart = false;
+  core::Made& made = recipe.found_.made;
+  made.exact &= trusts_;
+  bool apart = sharded && recipe.found_.leaf;
   for (std::uint32_t i = 0; i < recipe.found_.inputs; ++i) {
     const auto* input =
         nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
-    recipe.found_.made.rests_on = mixed(recipe.found_.made.rests_on, input->geometry);
+    mix(made.rests_on, *input);
     if (input->runtime != nullptr) {
-      recipe.found_.made.of[i] = input->record;
+      made.of[i] = input->record;
     }
     apart |= input->call.is_valid() && !input->call.is(call);
+    apart |= sharded && input->passed.is_valid();
   }
   return recipe.depth_ <= kDepth && !apart ? std::move(recipe) : Recipe();
 }

@@ -22,8 +22,12 @@ class Recipe {
  public:
   Recipe() = default;
   // Of a tensor that is about to be saved in this call of a region, or in none; none where nobody
-  // knows, or another call may have to run for its inputs.
-  static Recipe of(nb::handle tensor, nb::handle call);
+  // knows, or another call may have to run for its inputs. `sharded`: weights may be away when it
+  // runs, or on their way, and nothing tells of it; so none that needs one.
+  static Recipe of(nb::handle tensor, nb::handle call, bool sharded);
+  // Whether elementwise recipes need no proof: where everything is evicted, to find bugs. A raw
+  // kernel may have written to a tensor between the op and the save, and no version tells of it.
+  static void trust(bool exact) { trusts_ = exact; }
   Recipe(Recipe&& other) noexcept : found_(other.found_), depth_(other.depth_) {
     other.found_ = {};
   }
@@ -51,7 +55,8 @@ class Recipe {
   // Recipes of recipes: so many are made again for one, at most, so that this needs little memory.
   static constexpr unsigned kDepth = 4;
 
-  inline static const core::RecipeSide* side_ = nullptr;  // guarded by the GIL
+  inline static const core::RecipeSide* side_ = nullptr;  // both guarded by the GIL
+  inline static bool trusts_ = false;
 
   core::FoundRecipe found_;
   unsigned depth_ = 0;

@@ -1,6 +1,5 @@
 #include "entry/regions.hpp"
 
-#include <cxxabi.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -31,15 +30,6 @@ void put(PyObject*& place, PyObject* value) {
 
 nb::object regions(const char* name) {
   return nb::module_::import_("stagehand_alloc._regions").attr(name);
-}
-
-std::string op_name(const char* type) {
-  int status = 0;
-  const std::unique_ptr<char, void (*)(void*)> plain(
-      abi::__cxa_demangle(type, nullptr, nullptr, &status), &std::free);
-  const std::string name = status == 0 ? plain.get() : type;
-  const std::size_t colon = name.rfind(':');
-  return colon == std::string::npos ? name : name.substr(colon + 1);
 }
 
 std::string numbers(const std::int64_t* values, std::int32_t count) {

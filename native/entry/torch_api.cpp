@@ -1,6 +1,10 @@
 #include "entry/torch_api.hpp"
 
+#include <cxxabi.h>
+
 #include <array>
+#include <cstdlib>
+#include <memory>
 #include <utility>
 
 namespace stagehand::entry {
@@ -336,6 +340,15 @@ nb::object Followed::shared_by(nb::object memory) const {
   }
   TorchApi::tensors()->share(memory.ptr(), &counter_);
   return memory;
+}
+
+std::string op_name(const char* type) {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> plain(
+      abi::__cxa_demangle(type, nullptr, nullptr, &status), &std::free);
+  const std::string name = status == 0 ? plain.get() : type;
+  const std::size_t colon = name.rfind(':');
+  return colon == std::string::npos ? name : name.substr(colon + 1);
 }
 
 }  // namespace stagehand::entry

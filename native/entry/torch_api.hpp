@@ -71,6 +71,9 @@ struct TorchApi {
   inline static const core::TensorSide* tensors_ = nullptr;  // guarded by the GIL
 };
 
+// The autograd node that core::SeenTensor::op names, as Python calls it.
+std::string op_name(const char* type);
+
 // This thread's stream of a CUDA device; null of others.
 driver::Stream current_stream(const dlpack::Device& device);
 

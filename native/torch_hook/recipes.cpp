@@ -223,6 +223,39 @@ std::uint32_t settings_now() {
   return word;
 }
 
+void mix(std::uint32_t* word, const void* data, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    *word = (*word ^ static_cast<const unsigned char*>(data)[i]) * 16777619U;  // FNV-1a's prime
+  }
+}
+
+template <class Value>
+void mix(std::uint32_t* word, Value value) {
+  mix(word, &value, sizeof value);
+}
+
+void mix(std::uint32_t* word, const at::Tensor& tensor) {
+  mix(word, static_cast<int>(tensor.scalar_type()));
+  mix(word, tensor.sizes().data(), tensor.sizes().size() * sizeof(std::int64_t));
+  mix(word, tensor.strides().data(), tensor.strides().size() * sizeof(std::int64_t));
+}
+
+// What a proof of it rests on, beside its inputs.
+std::uint32_t rests_on(const Recipe& recipe, const at::Tensor& made) {
+  std::uint32_t word = 2166136261U;
+  mix(&word, recipe.settings);
+  mix(&word, made);
+  for (const at::Scalar& number : recipe.numbers) {
+    mix(&word, number.isComplex() ? 0.0 : number.to<double>());
+  }
+  mix(&word, recipe.word.data(), recipe.word.size());
+  if (recipe.leaf.defined()) {
+    mix(&word, recipe.leaf);
+    mix(&word, reinterpret_cast<std::uintptr_t>(recipe.leaf.data_ptr()) % 512);
+  }
+  return word;
+}
+
 // A view's storage is as its base was made. What was changed in place since is not what the node
 // made, and is told by the version.
 void find(void* object, void* handle, FoundRecipe* found) {
@@ -260,7 +293,8 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->leaf_version = recipe->leaf.defined() ? recipe->leaf._version() : 0;
     recipe->settings = recipe->op->exact ? 0 : settings_now();
     found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
-                   recipe->op->kind, recipe->op->exact, recipe->settings};
+                   recipe->op->kind, recipe->op->exact, rests_on(*recipe, made)};
+    found->leaf = recipe->leaf.defined();
     found->op = recipe->op->name;
     found->inputs = recipe->count;
     std::copy_n(recipe->inputs, recipe->count, found->input);

@@ -70,6 +70,14 @@ void* operator new(std::size_t bytes) {
   g_counted_bytes += static_cast<std::int64_t>(memory[0]);
   return reinterpret_cast<char*>(memory) + kHeapHeader;
 }
+// std::stable_sort's, which gives it back to the one below.
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 void operator delete(void* memory) noexcept {
   using namespace stagehand::core::test;
   if (memory != nullptr) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,4 +172,95 @@ def test_a_proof_does_not_outlive_the_settings_it_rests_on(monkeypatch: pytest.M
     proofs = told(monkeypatch)
     with other("allow_tf32"):
         in_little(width=240)
+    assert proofs
+
+
+# --- What cannot be seen from an op and its inputs
+
+
+def test_a_write_behind_autograds_back_before_the_save_is_not_undone() -> None:
+    """Elementwise too: a raw kernel may have changed what the op made before somebody saves it."""
+    torch.manual_seed(1)
+    weights = [torch.randn(256, 256, requires_grad=True) for _ in range(8)]
+
+    def run(around: Around) -> list[str]:
+        x = torch.randn(2048, 256, generator=torch.Generator().manual_seed(2))
+        for weight in weights:
+            weight.grad = None
+        with around:
+            for weight in weights:
+                made = F.gelu(x @ weight)
+                made.data.clamp_(max=0.5)
+                x = x + made @ weight
+            loss = x.square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [digest(weight.grad) for weight in weights if weight.grad is not None]
+
+    expected = run(contextlib.nullcontext())
+    _native.empty_cache()
+    pool = recomputing(high="30MiB", low="26MiB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what did not come back
+        for _ in range(8):
+            assert run(pool) == expected
+
+
+def test_a_weight_of_another_layout_is_another_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train_with(turned: bool) -> None:
+        torch.manual_seed(0)
+        weights = [torch.randn(256, 256) for _ in range(6)]
+        weights = [(w.t().contiguous() if turned else w).requires_grad_() for w in weights]
+        pool = recomputing(high="20MiB", low="16MiB")
+        x = torch.randn(2048, 256)
+        for _ in range(5):
+            y = x
+            with pool:
+                for weight in weights:
+                    y = y + F.gelu(y @ (weight.t() if turned else weight))
+                loss = y.square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    _native.empty_cache()
+    train_with(False)
+    proofs = told(monkeypatch)
+    train_with(True)
+    assert proofs
+
+
+def test_a_proof_that_cannot_run_leaves_the_step_as_it_is() -> None:
+    def run(around: Around) -> list[tuple[str, dict[str, str | None]]]:
+        torch.manual_seed(0)
+        blocks = [Block(208) for _ in range(6)]
+        model = nn.Sequential(*blocks)
+        found = []
+        for _ in range(6):
+            model.zero_grad()
+            with around:
+                loss = model(torch.randn(4, 512, 208)).square().mean()
+            with torch.no_grad():
+                for block in blocks:
+                    block.up.bias.mul_(1.0)  # a new version of what autograd did not save
+            loss.backward()
+            found.append((digest(loss), gradients(model)))
+        return found
+
+    expected = run(contextlib.nullcontext())
+    _native.empty_cache()
+    with leaves_nothing():
+        assert run(recomputing(high="27MiB", low="23MiB")) == expected
+
+
+def test_pools_made_anew_each_step_read_the_proofs_of_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proofs = told(monkeypatch)
+    _native.empty_cache()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(192) for _ in range(6)])
+    for _ in range(6):
+        with recomputing(high="26MiB", low="22MiB"):
+            loss = model(torch.randn(4, 512, 192)).square().mean()
+        loss.backward()
     assert proofs

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -353,3 +354,104 @@ def test_a_call_holds_no_memory_of_its_rerun() -> None:
         assert (after.live, after.records) == (before.live, before.records)
     finally:
         gc.enable()
+
+
+# --- Modules that a region reaches in other ways, and threads
+
+
+class _Holder:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x).sin().exp()  # type: ignore[no-any-return]
+
+
+_named: nn.Module | None = None
+
+
+def _through_a_name(x: Tensor) -> Tensor:
+    assert _named is not None
+    return _named(x).sin().exp()  # type: ignore[no-any-return]
+
+
+def _given(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).sin().exp()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["closure", "argument", "name", "attribute", "dict"])
+def test_statistics_count_once_however_the_module_is_reached(way: str) -> None:
+    def run(around: Around, region: Apply) -> tuple[str, int]:
+        global _named
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
+        _named, held = model, {"model": model}
+        x = torch.randn(512, 256)
+        with around:
+            y = {
+                "closure": lambda: region(lambda x: model(x).sin().exp(), x),
+                "argument": lambda: region(_given, model, x),
+                "name": lambda: region(_through_a_name, x),
+                "attribute": lambda: region(_Holder(model).run, x),
+                "dict": lambda: region(lambda x: held["model"](x).sin().exp(), x),
+            }[way]()
+            loss = y.square().mean()
+        backward(loss)
+        _named = None
+        norm = model[1]
+        assert isinstance(norm, nn.BatchNorm1d)
+        assert norm.running_mean is not None
+        assert norm.num_batches_tracked is not None
+        return digest(norm.running_mean), int(norm.num_batches_tracked)
+
+    expected = run(contextlib.nullcontext(), plainly)
+    with dropping():
+        assert run(short_pool(), when_needed) == expected
+
+
+def test_two_threads_that_run_one_module_again_leave_it_its_own_buffers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128))
+    statistics = model[1].running_mean
+    inside = threading.Barrier(2, timeout=20)
+    forward = True
+
+    def slow(x: Tensor) -> Tensor:
+        y: Tensor = model(x).sin()
+        if not forward:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                inside.wait()  # both re-runs have their copies
+        return y.exp()
+
+    with dropping():
+        with short_pool():
+            losses = [when_needed(slow, batch(512, 128)).square().sum() for _ in range(2)]
+            torch.empty(9)
+        forward = False
+        threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert model[1].running_mean is statistics
+    assert int(model[1].num_batches_tracked) == 2
+    assert not _regions._spared
+
+
+def test_a_nested_checkpoint_with_backwards_inside() -> None:
+    def penalized(x: Tensor, w: Tensor) -> Tensor:
+        h = torch_checkpoint(lambda x, w: (x * w).sin().exp(), x, w, use_reentrant=False)
+        (one,) = torch.autograd.grad(h.sum(), x, create_graph=True, retain_graph=True)
+        (two,) = torch.autograd.grad((h * h).sum(), x, create_graph=True)
+        y: Tensor = (one * two).tanh() + h
+        return y
+
+    def program(around: Around, region: Apply) -> Any:
+        x, w = batch().requires_grad_(), batch(256, 128).requires_grad_()
+        with around:
+            loss = region(penalized, x * 1, w).square().mean()
+            torch.empty(9)
+        backward(loss)
+        return [digest(loss), gradient(x), gradient(w)]
+
+    same_as_plain_torch(program)

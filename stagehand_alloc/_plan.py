@@ -1,0 +1,73 @@
+"""What the plan does with the saved tensors of a step, for people: `Pool.plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stagehand_alloc import _driver
+from stagehand_alloc._config import format_bytes as size
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanLine:
+    """The saved storages that one kind of autograd node made. Sizes in bytes."""
+
+    op: str
+    """The node, such as "GeluBackward0"; "" for what has no graph, or where nobody saw."""
+    storages: int
+    stays: int
+    moves: int
+    dropped: int
+    again_ms: float
+    """To make again what is dropped; of a region all of it stands where it is asked for first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What steps like the newest do with what they save; `str()` of it is a table."""
+
+    lines: tuple[PlanLine, ...]
+    """Those of most bytes that move or are dropped first."""
+    step_ms: float
+    """Computing alone, from the first save to the last use; 0 where no step was measured."""
+    best_ms: float
+    """The quickest such step with all its waits, where several plans are tried; else 0."""
+    late_ms: float
+    """Forecast: the GPU waits for the link."""
+    again_ms: float
+    """Forecast: it makes again what was dropped."""
+
+    def __str__(self) -> str:
+        if not self.lines:
+            return (
+                "No step has been learned: a plan is made of the first step whose backward ended."
+            )
+        rows = [("made by", "storages", "stay", "move", "dropped", "again")]
+        for line in self.lines:
+            sizes = (size(line.stays), size(line.moves), size(line.dropped))
+            rows.append(
+                (line.op or "(no graph)", str(line.storages), *sizes, f"{line.again_ms:.1f} ms")
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        if self.step_ms == 0:
+            return "\n".join([*table, "No step has been measured yet."])
+        told = f"Computing {self.step_ms:.1f} ms; forecast: {self.late_ms:.1f} ms late on the link"
+        told += f", {self.again_ms:.1f} ms made again"
+        if self.best_ms > 0:
+            told += f"; best so far {self.best_ms:.1f} ms in all"
+        return "\n".join([*table, told + "."])
+
+
+def read(device: int) -> StepPlan:
+    """Of a device that is open, or an empty one."""
+    step, best, late, again, ops = _driver.native().plan(device)
+    lines = [
+        PlanLine(op, storages, stays, moves, dropped, ns / 1e6)
+        for op, storages, stays, moves, dropped, ns in ops
+    ]
+    lines.sort(key=lambda line: (-line.moves - line.dropped, -line.stays, line.op))
+    return StepPlan(tuple(lines), step / 1e6, best / 1e6, late / 1e6, again / 1e6)
