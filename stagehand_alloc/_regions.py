@@ -127,11 +127,20 @@ def _hooks_here() -> tuple[Any, int] | None:
     if entry is None or not entry.hooked or entry.left or not torch.is_grad_enabled():
         return None
     # Inside a re-run they stay hidden, as they were in the first run.
-    if getattr(_thread, "again", 0) or torch.compiler.is_compiling() or not _works():
+    if getattr(_thread, "again", 0) or torch.compiler.is_compiling():
         return None
-    if torch._C._are_functorch_transforms_active():
+    # What is found out under a mode of somebody's says nothing of torch.
+    unusual = torch._C._len_torch_dispatch_stack() > 0 or not _autograd_hooks_enabled()
+    if unusual or torch._C._are_functorch_transforms_active() or not _works():
         return None
     return entry.pool._hooks, entry.device
+
+
+def _autograd_hooks_enabled() -> bool:
+    from torch._C import _autograd
+
+    asked: Any = _autograd
+    return bool(asked._saved_tensors_hooks_is_enabled())
 
 
 def takes_over() -> bool:

@@ -117,7 +117,8 @@ class Plan {
   };
   struct Shown {
     std::vector<ByOp> ops;
-    std::uint64_t step_ns = 0;  // of computing, from the first save to the last use; 0: not measured
+    std::uint64_t step_ns =
+        0;  // of computing, from the first save to the last use; 0: not measured
     std::uint64_t best_ns = 0;  // the quickest such step, with all waits; 0: likewise
     Forecast forecast;
   };

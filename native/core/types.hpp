@@ -64,8 +64,8 @@ struct Origin {
 // The call of a region that something is saved in, which can be made again by running the region
 // once more: where it was allocated since the call began.
 struct Inside {
-  std::uint64_t call = 0;   // its number; 0: none
-  std::uint64_t since = 0;  // Runtime::serial() when it began
+  std::uint64_t call = 0;    // its number; 0: none
+  std::uint64_t since = 0;   // Runtime::serial() when it began
   const char* op = nullptr;  // Origin's
 };
 

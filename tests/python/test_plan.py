@@ -7,15 +7,14 @@ import torch
 from torch import nn
 
 import stagehand_alloc
-from stagehand_alloc import PlanLine, StepPlan, _native, _recompute
+from stagehand_alloc import PlanLine, StepPlan, _native, _plan, _recompute
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
 def test_before_any_step_a_plan_is_empty_and_says_so() -> None:
-    pool = stagehand_alloc.pool(high="64MiB")
-    assert str(pool.plan()).startswith("No step has been learned")
-    assert _native.plan(-1)[4] == []
+    assert str(_plan.read(-1)).startswith("No step has been learned")
+    assert _plan.read(-1).lines == ()
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -455,3 +455,18 @@ def test_a_nested_checkpoint_with_backwards_inside() -> None:
         return [digest(loss), gradient(x), gradient(w)]
 
     same_as_plain_torch(program)
+
+
+def test_what_runs_under_somebodys_mode_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setattr(_regions, "_fault", None)
+    x = batch().requires_grad_()
+    with stagehand_alloc.pool(), FlopCounterMode(display=False):
+        loss = when_needed(torch.sin, x).sum()
+    assert _regions._fault is None
+    backward(loss)
+    torch.testing.assert_close(x.grad, x.detach().cos())
+    with stagehand_alloc.pool():
+        assert _regions.takes_over()
+    assert _regions._fault == ""
