@@ -424,9 +424,10 @@ class Pool:
                 _recompute.load(self._config.build_trigger)
             proofs = _recompute.proofs_of(entry.device)
             self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch, proofs)
-        if self._config.recompute:
+        recompute = self._config.recompute
+        if recompute:
             _recompute.proofs_of(entry.device).collect()
-        self._hooks.begin_step(self._config.recompute, _recompute.sharded())
+        self._hooks.begin_step(recompute, recompute and _recompute.sharded())
         if self._keep is not None:
             self._watch.enter()
         entry.hooked = True

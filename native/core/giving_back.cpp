@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -42,31 +41,23 @@ bool wait_patiently(const driver::Table& table, std::vector<int> devices) {
     std::mutex mutex;
     std::condition_variable over;
     bool busy = false;
-    bool done = false;
-    bool all = false;
+    bool all = false;  // of the last time, once that is over
   };
-  static auto& waiting = *new std::shared_ptr<Waiting>(std::make_shared<Waiting>());
-  const std::shared_ptr<Waiting> it = waiting;
-  std::unique_lock lock(it->mutex);
-  if (it->busy) {
+  static Waiting& it = *new Waiting;  // the thread may outlast everything else
+  std::unique_lock lock(it.mutex);
+  if (it.busy) {
     return false;
   }
-  it->busy = true;
-  it->done = false;
-  const bool started = start_background([&table, devices = std::move(devices), it] {
+  it.busy = start_background([&table, devices = std::move(devices)] {
     const bool all = std::all_of(devices.begin(), devices.end(),
                                  [&](int device) { return wait_for(table, device); });
-    const std::lock_guard ended(it->mutex);
-    it->all = all;
-    it->done = true;
-    it->busy = false;
-    it->over.notify_all();
+    const std::lock_guard ended(it.mutex);
+    it.all = all;
+    it.busy = false;
+    it.over.notify_all();
   });
-  if (!started) {
-    it->busy = false;
-    return false;
-  }
-  return it->over.wait_for(lock, kPatience, [&] { return it->done; }) && it->all;
+  it.all = false;
+  return it.busy && it.over.wait_for(lock, kPatience, [] { return !it.busy; }) && it.all;
 }
 
 }  // namespace

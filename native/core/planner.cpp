@@ -99,15 +99,18 @@ std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before) {
   return all;
 }
 
-std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was) {
-  const Forecast before = forecast(step, was);
+double to_beat(const KnownStep& step, const Forecast& before) {
   const bool drops = std::any_of(step.records.begin(), step.records.end(), [](const auto& record) {
     return record.again_ns > 0 || record.call != 0;
   });
   const double unsure = kLateShare * static_cast<double>(before.late_ns);
-  const double least =
-      cost(step, before, before, drops) - (drops ? kDropNoise * noise(step) + unsure : noise(step));
-  if (least > 0) {
+  return cost(step, before, before, drops) -
+         (drops ? kDropNoise * noise(step) + unsure : noise(step));
+}
+
+std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was) {
+  const Forecast before = forecast(step, was);
+  if (const double least = to_beat(step, before); least > 0) {
     std::vector<Proposal> found = proposals(step, before);
     if (found.front().ns < least) {
       return std::move(found.front().fates);

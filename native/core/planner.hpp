@@ -92,6 +92,9 @@ struct Proposal {
 double noise(const KnownStep& step);
 std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before);
 
+// What a proposal must be forecast at less than to take the place of what was done before.
+double to_beat(const KnownStep& step, const Forecast& before);
+
 // The better of what was done so far and what the planner finds; `was` unless the other one is
 // better by more than noise.
 std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was);

@@ -6,9 +6,26 @@
 // All with the GIL, which the core never has: only entry/ calls this.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 #include "core/torch_side.hpp"
 
 namespace stagehand::core {
+
+// What a proof rests on, in one word (FNV-1a): begins with kMixed.
+inline constexpr std::uint32_t kMixed = 2166136261U;
+
+inline void mix(std::uint32_t* word, const void* data, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    *word = (*word ^ static_cast<const unsigned char*>(data)[i]) * 16777619U;
+  }
+}
+
+template <class Value>
+void mix(std::uint32_t* word, Value value) {
+  mix(word, &value, sizeof value);
+}
 
 // `made.exact`: elementwise, each element by itself. `made.rests_on`: settings, numbers, what it
 // makes, and what the node did not save.

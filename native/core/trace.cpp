@@ -202,17 +202,26 @@ void Trace::try_another() {
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
   const std::vector<Fate> was = fates();
-  std::vector<Fate> chosen = choose_fates(step, was);
-  if (chosen == was || trials.tried(chosen, records)) {
-    const auto longer =
-        static_cast<double>(trials.best_ns() - std::min(trials.best_ns(), at_ns.back()));
-    chosen = trials.best();
-    if (longer > 2 * noise(step)) {
-      for (Proposal& one : proposals(step, forecast(step, was))) {
-        if (one.ns < longer - noise(step) && !trials.tried(one.fates, records)) {
-          chosen = std::move(one.fates);
-          break;
-        }
+  const Forecast before = forecast(step, was);
+  const double least = to_beat(step, before);
+  const auto longer =
+      static_cast<double>(trials.best_ns() - std::min(trials.best_ns(), at_ns.back()));
+  std::vector<Proposal> found;
+  if (least > 0 || longer > 2 * noise(step)) {
+    found = proposals(step, before);
+  }
+  std::vector<Fate> chosen = trials.best();
+  const auto untried = [&](const Proposal& one) {
+    return one.fates != was && !trials.tried(one.fates, records);
+  };
+  if (!found.empty() && found.front().ns < least && untried(found.front())) {
+    chosen = std::move(found.front().fates);
+  } else if (longer > 2 * noise(step)) {
+    // By what such steps took, where that is more than was forecast.
+    for (Proposal& one : found) {
+      if (one.ns < longer - noise(step) && !trials.tried(one.fates, records)) {
+        chosen = std::move(one.fates);
+        break;
       }
     }
   }

@@ -10,11 +10,7 @@ namespace stagehand::entry {
 
 namespace {
 // What a proof rests on, of one input: sizes and strides choose the kernel.
-void mix(std::uint32_t& word, std::int64_t value) {
-  word = (word ^ static_cast<std::uint32_t>(value)) * 16777619U;  // FNV-1a's prime
-}
-
-void mix(std::uint32_t& word, const Handle& input) {
+void mix_input(std::uint32_t* word, const Handle& input) {
   Geometry passed;
   const Geometry* of = &input.geometry;
   std::int64_t place = static_cast<std::int64_t>(input.offset);
@@ -24,13 +20,11 @@ void mix(std::uint32_t& word, const Handle& input) {
     of = &passed;
     place = static_cast<std::int64_t>(reinterpret_cast<core::Address>(seen.data));
   }
-  mix(word, of->dtype.code);
-  mix(word, of->dtype.bits);
-  mix(word, of->ndim);
-  for (std::int32_t i = 0; i < 2 * of->ndim; ++i) {
-    mix(word, of->shape()[i]);
-  }
-  mix(word, place % 512);  // how it is aligned
+  core::mix(word, of->dtype.code);
+  core::mix(word, of->dtype.bits);
+  core::mix(word, of->ndim);
+  core::mix(word, of->shape(), 2 * static_cast<std::size_t>(of->ndim) * sizeof *of->shape());
+  core::mix(word, place % 512);  // how it is aligned
 }
 }  // namespace
 
@@ -47,7 +41,7 @@ Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded) {
     const auto* input =
         nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
-    mix(made.rests_on, *input);
+    mix_input(&made.rests_on, *input);
     if (input->runtime != nullptr) {
       made.of[i] = input->record;
     }

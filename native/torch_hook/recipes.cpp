@@ -26,7 +26,6 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sin.h>
 #include <ATen/ops/softplus.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -41,10 +40,12 @@
 #include <unordered_map>
 
 #include "core/recipe_side.hpp"
+#include "torch_hook/over_storage.hpp"
 
 namespace {
 
 using stagehand::core::FoundRecipe;
+using stagehand::core::mix;
 using stagehand::core::RecipeSide;
 using stagehand::core::TensorPlace;
 using namespace torch::autograd;             // the nodes
@@ -223,18 +224,7 @@ std::uint32_t settings_now() {
   return word;
 }
 
-void mix(std::uint32_t* word, const void* data, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; ++i) {
-    *word = (*word ^ static_cast<const unsigned char*>(data)[i]) * 16777619U;  // FNV-1a's prime
-  }
-}
-
-template <class Value>
-void mix(std::uint32_t* word, Value value) {
-  mix(word, &value, sizeof value);
-}
-
-void mix(std::uint32_t* word, const at::Tensor& tensor) {
+void mix_tensor(std::uint32_t* word, const at::Tensor& tensor) {
   mix(word, static_cast<int>(tensor.scalar_type()));
   mix(word, tensor.sizes().data(), tensor.sizes().size() * sizeof(std::int64_t));
   mix(word, tensor.strides().data(), tensor.strides().size() * sizeof(std::int64_t));
@@ -242,15 +232,15 @@ void mix(std::uint32_t* word, const at::Tensor& tensor) {
 
 // What a proof of it rests on, beside its inputs.
 std::uint32_t rests_on(const Recipe& recipe, const at::Tensor& made) {
-  std::uint32_t word = 2166136261U;
+  std::uint32_t word = stagehand::core::kMixed;
   mix(&word, recipe.settings);
-  mix(&word, made);
+  mix_tensor(&word, made);
   for (const at::Scalar& number : recipe.numbers) {
     mix(&word, number.isComplex() ? 0.0 : number.to<double>());
   }
   mix(&word, recipe.word.data(), recipe.word.size());
   if (recipe.leaf.defined()) {
-    mix(&word, recipe.leaf);
+    mix_tensor(&word, recipe.leaf);
     mix(&word, reinterpret_cast<std::uintptr_t>(recipe.leaf.data_ptr()) % 512);
   }
   return word;
@@ -311,10 +301,7 @@ void* run(void* made_by, void* const* inputs, bool* differs) {
   for (std::uint32_t i = 0; i < recipe.count; ++i) {
     in[i] = THPVariable_Unpack(static_cast<PyObject*>(inputs[i]));
   }
-  std::optional<c10::InferenceMode> usual;  // what was saved is no tensor of that mode
-  if (c10::InferenceMode::is_enabled()) {
-    usual.emplace(false);
-  }
+  const stagehand::torch_hook::OutOfInference usual;
   const at::NoGradGuard no_grad;
   // Autocast chose the inputs' types before the node saw them.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

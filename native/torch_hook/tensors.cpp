@@ -5,17 +5,16 @@
 #include <ATen/DLConvertor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/dlpack.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
 #include <new>
-#include <optional>
 #include <typeinfo>
 
 #include "core/tensor_side.hpp"
+#include "torch_hook/over_storage.hpp"
 
 namespace {
 
@@ -165,18 +164,7 @@ void* storage(void* data, std::uint64_t bytes, std::int32_t device_type, std::in
 
 void* view(void* storage, const TensorPlace* place) {
   return python_object([&] {
-    std::optional<c10::InferenceMode> usual;  // what was saved is no tensor of that mode
-    if (c10::InferenceMode::is_enabled()) {
-      usual.emplace(false);
-    }
-    c10::Storage memory(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl_of(storage)));
-    const auto key = memory.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-    auto impl = c10::make_intrusive<c10::TensorImpl>(
-        std::move(memory), c10::DispatchKeySet(key),
-        c10::scalarTypeToTypeMeta(static_cast<c10::ScalarType>(place->dtype)));
-    const auto count = static_cast<std::size_t>(place->ndim);
-    impl->set_sizes_and_strides({place->shape, count}, {place->strides, count}, place->offset);
-    return THPVariable_Wrap(at::Tensor(std::move(impl)));
+    return THPVariable_Wrap(stagehand::torch_hook::over_storage(impl_of(storage), *place));
   });
 }
 

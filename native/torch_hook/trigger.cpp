@@ -3,7 +3,6 @@
 // Built on first use against the headers of the installed torch, never part of the main build. What
 // torch calls here runs under its allocator's mutex: no Python, no GIL, and no exception leaves.
 #include <ATen/core/Tensor.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -14,9 +13,9 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <optional>
 
 #include "core/torch_side.hpp"
+#include "torch_hook/over_storage.hpp"
 #include "torch_hook/serving.hpp"
 
 namespace {
@@ -76,17 +75,7 @@ Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
 
 void* wrap(void* storage, const TensorPlace* place) {
   try {
-    std::optional<c10::InferenceMode> usual;  // what was saved is no tensor of that mode
-    if (c10::InferenceMode::is_enabled()) {
-      usual.emplace(false);
-    }
-    const auto dtype = static_cast<c10::ScalarType>(place->dtype);
-    auto tensor = c10::make_intrusive<c10::TensorImpl>(
-        c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl_of(storage))),
-        c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::scalarTypeToTypeMeta(dtype));
-    const auto count = static_cast<std::size_t>(place->ndim);
-    tensor->set_sizes_and_strides({place->shape, count}, {place->strides, count}, place->offset);
-    return THPVariable_Wrap(at::Tensor(std::move(tensor)));
+    return THPVariable_Wrap(stagehand::torch_hook::over_storage(impl_of(storage), *place));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

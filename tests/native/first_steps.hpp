@@ -4,13 +4,13 @@
 
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "native/hand_pinner.hpp"
 #include "native/held_rig.hpp"
+#include "native/plain_saves.hpp"
 #include "native/trace.hpp"
 
 namespace stagehand::core::test {
@@ -138,7 +138,11 @@ class FirstSteps {
     const std::uint64_t began = stagehand_sim_clock_ns();
     replay(events_, stream_, [this](const Event& event) {
       pinner_.run();
-      plain_ ? play_plain(event) : play(event);
+      if (plain_) {
+        plain_saves_.play(event, [this](const Event& one) { play(one); });
+      } else {
+        play(event);
+      }
     });
     stagehand_sim_drain();
     side_.rig.runtime->clear_budget();
@@ -159,23 +163,6 @@ class FirstSteps {
   }
 
  private:
-  // Without our hooks: what is saved stays, and backward uses it where it is.
-  void play_plain(const Event& event) {
-    if (event.kind == 's') {
-      blocks_[event.a] = event.b;
-      saved_.insert(event.b);
-    } else if (event.kind == 'f' && saved_.contains(event.a)) {
-      freed_.insert(event.a);
-    } else if (event.kind == 'h') {
-      const std::uint64_t block = blocks_.at(event.a);
-      saved_.erase(saved_.find(block));
-      if (!saved_.contains(block) && freed_.erase(block) > 0) {
-        play({'f', block});
-      }
-    } else if (event.kind == 'a' || event.kind == 'f') {
-      play(event);
-    }
-  }
   void play(const Event& event) {
     switch (event.kind) {
       case 'a':
@@ -233,9 +220,7 @@ class FirstSteps {
   Bytes low_ = 0;
   Done free_;
   bool plain_ = false;
-  std::map<std::uint64_t, std::uint64_t> blocks_;  // of what a plain step saved
-  std::multiset<std::uint64_t> saved_;
-  std::set<std::uint64_t> freed_;  // but for who saved them
+  PlainSaves plain_saves_;
   std::map<std::uint64_t, typename Side::Tensor> tensors_;
   std::map<std::uint64_t, typename Side::Kept> records_;
   std::map<std::uint64_t, typename Side::Alias> aliases_;

@@ -1,9 +1,9 @@
 // Recorded steps (trace.hpp) with a MemPool around forward: what the process reserves, in all.
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "native/plain_saves.hpp"
 #include "native/promise_rig.hpp"
 #include "native/routed_torch.hpp"
 #include "native/trace.hpp"
@@ -66,7 +66,9 @@ class Training {
   // Without us.
   void plain_step() {
     drop_gradients();
-    replay(events_, stream_, [this](const Event& event) { play_plain(event); });
+    replay(events_, stream_, [this](const Event& event) {
+      plain_saves_.play(event, [this](const Event& one) { play(one); });
+    });
   }
   void drop_gradients() {
     for (const auto& [id, storage] : tensors_) {
@@ -101,22 +103,6 @@ class Training {
     return made;
   }
   bool routed_here() { return rig_.runtime->route()->here(); }
-  void play_plain(const Event& event) {
-    if (event.kind == 's') {
-      blocks_[event.a] = event.b;
-      saved_.insert(event.b);
-    } else if (event.kind == 'f' && saved_.contains(event.a)) {
-      freed_.insert(event.a);
-    } else if (event.kind == 'h') {
-      const std::uint64_t block = blocks_.at(event.a);
-      saved_.erase(saved_.find(block));
-      if (!saved_.contains(block) && freed_.erase(block) > 0) {
-        play({'f', block});
-      }
-    } else if (event.kind == 'a' || event.kind == 'f') {
-      play(event);
-    }
-  }
   void play(const Event& event) {
     Runtime& runtime = *rig_.runtime;
     switch (event.kind) {
@@ -183,9 +169,7 @@ class Training {
   std::map<std::uint64_t, Storage*> tensors_;  // at the end of a step: gradients
   std::map<std::uint64_t, Storage*> aliases_;
   std::map<std::uint64_t, RecordId> records_;
-  std::map<std::uint64_t, std::uint64_t> blocks_;  // of what a plain step saved
-  std::multiset<std::uint64_t> saved_;
-  std::set<std::uint64_t> freed_;  // but for who saved them
+  PlainSaves plain_saves_;
 };
 
 struct Plain {

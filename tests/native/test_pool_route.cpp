@@ -35,6 +35,13 @@ void handle_ends(PoolRoute& route) {
   }
 }
 
+// A pool of which records are left.
+void enter_and_leave(PoolRoute& route) {
+  route.set_needed(true);
+  route.enter(kFirst);
+  route.leave();
+}
+
 TEST("inside a pool its thread is served, another one is not, and nobody once it is left") {
   PoolRoute route(side(), 0);
   CHECK(!route.here());
@@ -48,9 +55,7 @@ TEST("inside a pool its thread is served, another one is not, and nobody once it
 
 TEST("a thread is served from the first node of its backward until that has ended") {
   PoolRoute route(side(), 0);
-  route.set_needed(true);
-  route.enter(kFirst);
-  route.leave();
+  enter_and_leave(route);
   elsewhere([&] {
     const Backward backward;
     CHECK(!route.here());
@@ -73,18 +78,14 @@ TEST("a thread is served from the first node of its backward until that has ende
 
 TEST("what runs outside of a backward, as a look at saved tensors does, changes nothing") {
   PoolRoute route(side(), 0);
-  route.set_needed(true);
-  route.enter(kFirst);
-  route.leave();
+  enter_and_leave(route);
   next_node(route);
   CHECK(!route.on() && !g_told.on);
 }
 
 TEST("a graph that is kept without a backward keeps its pool, and nobody is served") {
   PoolRoute route(side(), 0);
-  route.set_needed(true);
-  route.enter(kFirst);
-  route.leave();
+  enter_and_leave(route);
   handle_ends(route);  // one of several
   CHECK(!g_told.on);
   CHECK_EQ(g_told.kept, 1);
@@ -109,9 +110,7 @@ TEST("an evaluation pass leaves nothing behind") {
 
 TEST("a backward that failed is over once its last record is gone") {
   PoolRoute route(side(), 0);
-  route.set_needed(true);
-  route.enter(kFirst);
-  route.leave();
+  enter_and_leave(route);
   elsewhere([&] {
     const Backward backward;
     next_node(route);
@@ -159,9 +158,7 @@ TEST("a backward goes on in the MemPool while its pool is left, and where it is 
 
 TEST("of two backwards the first to end ends both, and the next node goes on") {
   PoolRoute route(side(), 0);
-  route.set_needed(true);
-  route.enter(kFirst);
-  route.leave();
+  enter_and_leave(route);
   elsewhere([&] {
     const Backward backward;
     next_node(route);
@@ -184,9 +181,7 @@ TEST("a pool that is entered in a capture serves nobody, and can be left") {
 
 TEST("another MemPool takes the place of the one before, whose backward goes on without") {
   PoolRoute route(side(), 0);
-  route.set_needed(true);
-  route.enter(kFirst);
-  route.leave();
+  enter_and_leave(route);
   elsewhere([&] {
     const Backward backward;
     next_node(route);

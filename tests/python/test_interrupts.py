@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -109,6 +109,19 @@ class Step:
         assert module_hooks_left() == 0
 
 
+def interrupted_everywhere(step: Step, pool: stagehand_alloc.Pool, closely: bool) -> Iterator[int]:
+    """After a forward that was interrupted at its nth moment, for every one it has."""
+    nth = 0
+    while True:
+        nth += 1
+        moments = Interrupts(nth, closely)
+        with moments, contextlib.suppress(KeyboardInterrupt), pool:
+            step.model(step.x)
+        if moments.seen < nth:
+            return
+        yield nth
+
+
 @pytest.mark.parametrize(
     ("keep", "closely"),
     [(False, False), (True, True)],
@@ -120,14 +133,7 @@ def test_the_next_entry_works_wherever_the_last_was_interrupted(keep: bool, clos
     step.works(pool)
     step.model.zero_grad(set_to_none=True)
     with leaves_nothing():
-        nth = 0
-        while True:
-            nth += 1
-            moments = Interrupts(nth, closely)
-            with moments, contextlib.suppress(KeyboardInterrupt), pool:
-                step.model(step.x)
-            if moments.seen < nth:
-                break
+        for nth in interrupted_everywhere(step, pool, closely):
             first, second = (pool, make(keep)) if nth % 2 else (make(keep), pool)
             step.works(first)
             step.works(second)
@@ -140,13 +146,7 @@ def test_modules_that_are_regions_are_as_before_wherever_the_last_entry_was_inte
     pool = stagehand_alloc.pool(recompute=list(step.model))
     step.works(pool)
     nth = 0
-    while True:
-        nth += 1
-        moments = Interrupts(nth, False)
-        with moments, contextlib.suppress(KeyboardInterrupt), pool:
-            step.model(step.x)
-        if moments.seen < nth:
-            break
+    for nth in interrupted_everywhere(step, pool, closely=False):
         step.works(pool)
         assert all("forward" not in module.__dict__ for module in step.model)
     assert nth > 100
