@@ -90,9 +90,9 @@ Call::~Call() = default;
 
 void Call::collect(nb::handle call) { put(here.collecting, call.ptr()); }
 
-void Call::begin(nb::handle call, nb::object node) {
+void Call::begin(nb::handle call, nb::object sentinel) {
   auto& self = *nb::inst_ptr<Call>(call);
-  self.node_ = std::move(node);
+  self.sentinel_ = std::move(sentinel);
   self.outer_ = here.open != nullptr ? nb::borrow(here.open) : nb::object();
   self.open_ = true;
   put(here.collecting, nullptr);
@@ -207,7 +207,7 @@ nb::object Call::make(Hooks& hooks, const Handle& handle, bool exact) {
     capture.end();
   };
   try {
-    regions("run_again")(node_);
+    regions("run_again")(sentinel_);
   } catch (const nb::python_error&) {
     over();
     if (capture.failure().empty()) {

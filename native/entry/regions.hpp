@@ -27,8 +27,8 @@ class Call {
 
   // What this thread saves from here on, until `begin`, are the inputs.
   static void collect(nb::handle call);
-  // The function runs on this thread. Unpacking what `node` has saved runs it again.
-  static void begin(nb::handle call, nb::object node);
+  // The function runs on this thread. Unpacking what made `sentinel` has saved runs it again.
+  static void begin(nb::handle call, nb::object sentinel);
   // It has returned, or raised.
   void end();
   // Of the re-run that is going on; null without one.
@@ -73,7 +73,7 @@ class Call {
   const std::uint64_t since_;
   std::vector<Save> saves_;
   std::vector<std::pair<Followed, long>> inputs_;  // with their versions, until it ends
-  nb::object node_;
+  nb::object sentinel_;
   nb::object outer_;  // the call that it ran inside of
   nb::object capture_;
   bool open_ = false;
