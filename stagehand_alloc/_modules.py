@@ -51,10 +51,10 @@ class ModuleWatch:
 
     def current(self) -> str | None:
         """As in ``root.named_modules()``; of a module that is not in there, the one around it."""
-        return next(
-            (self._names[module] for module in reversed(self._running) if module in self._names),
-            None,
-        )
+        for module in reversed(self._running):
+            if module in self._names:
+                return self._names[module]
+        return None
 
     def began(self, module: nn.Module) -> None:
         """Forward of ``module`` begins."""

@@ -58,7 +58,7 @@ def outlook() -> str:
 class _Proof(NamedTuple):
     differs: Any  # a tensor of one bool, on `stream`
     stream: Any
-    what: tuple[int, int, int]  # the engine's words for it
+    what: tuple[int, int, int, bool]  # the engine's words for it; whether it was proven before
     op: str
 
 
@@ -75,9 +75,9 @@ class Proofs:
         self._device = device
         self._new: list[_Proof] = []
         self._read: tuple[Any, Any, list[_Proof]] | None = None
-        self._told: set[str] = set()
+        self._told: set[tuple[str, bool]] = set()
 
-    def add(self, differs: Any, device: int, what: tuple[int, int, int], op: str) -> None:
+    def add(self, differs: Any, device: int, what: tuple[int, int, int, bool], op: str) -> None:
         """One comparison was queued on the current stream: ``differs`` is a tensor of one bool."""
         import torch
 
@@ -100,7 +100,7 @@ class Proofs:
             for differs, proof in zip(host.tolist(), asked, strict=True):
                 _driver.native().proved(device, proof.what, not differs)
                 if differs:
-                    self._tell(proof.op)
+                    self._tell(proof.op, after=proof.what[3])
         if not self._new:
             return
         asked, self._new = self._new, []
@@ -121,9 +121,21 @@ class Proofs:
             event.record()
         self._read = (event, host, asked)
 
-    def _tell(self, op: str) -> None:
-        if op not in self._told:
-            self._told.add(op)
+    def _tell(self, op: str, after: bool) -> None:
+        if (op, after) in self._told:
+            return
+        self._told.add((op, after))
+        if after:
+            warnings.warn(
+                f"stagehand_alloc: an output of {op} no longer comes back bit by bit when it is "
+                "made again, as it did before. Nothing is made so from here on until it is proven "
+                "anew; gradients since it was last compared may be wrong.\n"
+                "Look for what began to write to tensors behind autograd's back, such as a kernel "
+                "or .data, go back to a checkpoint from before that, or pass recompute=False.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
             warnings.warn(
                 f"stagehand_alloc: some output of {op} did not come back bit by bit when it was "
                 "made again. Such tensors are moved to the host instead; results are right.",

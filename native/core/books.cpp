@@ -102,10 +102,11 @@ bool covers(const Record& record, const Block* block, const Made& made) {
 }  // namespace
 
 // By its node, where that is sure to make the same bytes, or by its call.
-bool Books::can_recompute(const Record& record, const Block* block, const Made& made,
-                          bool of_call) const {
+void Books::note_recipe(Record& record, const Block* block, const Made& made, bool of_call) const {
   const bool by_node = covers(record, block, made) && (made.exact || d_.plan.proven(record.place));
-  return by_node || (of_call && record.block_begin == 0);
+  record.by_node = record.by_node && by_node;
+  record.recipe = record.recipe && (by_node || (of_call && record.block_begin == 0)) &&
+                  !d_.plan.looks_at(record.place);
 }
 
 Record& Books::save(Block* block, Address first, Address last, Made made, Inside inside) {
@@ -123,7 +124,8 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;
     }
-    record->recipe = can_recompute(*record, block, made, of_call);
+    record->recipe = record->by_node = true;
+    note_recipe(*record, block, made, of_call);
     for (std::size_t i = 0; i < Made::kInputs && made.bytes != 0; ++i) {
       if (const Record* input = d_.ledger.find(made.of[i]); input != nullptr) {
         d_.plan.made_of(record->place, i, input->place);
@@ -148,7 +150,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
     const Bytes end = last - block->address + record->block_begin;
     record->begin = std::min(record->begin, begin);
     record->end = std::max(record->end, end);
-    record->recipe = record->recipe && can_recompute(*record, block, made, of_call);
+    note_recipe(*record, block, made, of_call);
   }
   ++record->handles;
   ++d_.counters.handles;

@@ -99,8 +99,7 @@ class Books {
 
  private:
   void close(Record& record);
-  bool can_recompute(const Record& record, const Block* block, const Made& made,
-                     bool of_call) const;
+  void note_recipe(Record& record, const Block* block, const Made& made, bool of_call) const;
   Block* part(Record& record, RecordState state);
   void vacate(Block* block);
   void disarm_if_idle();

@@ -42,6 +42,7 @@ struct Record {
   bool prefetched = false;   // on the device ahead of need, and not yet asked for
   bool refused = false;      // the driver refused its copy in this attempt to make room
   bool recipe = false;       // whoever saved it can make its bytes again
+  bool by_node = false;      // by the recipe of its node, which is proven; else by its call
   bool was_dropped = false;  // made again once, it stays or leaves by copy
   std::uint64_t call = 0;    // of the region that it was first saved in, which made it
   Block* block = nullptr;    // only while on the device

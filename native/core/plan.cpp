@@ -56,12 +56,15 @@ void Plan::begin_step(Bytes high, Bytes live) {
   step.seen.depth = static_cast<std::uint32_t>(std::count_if(
       steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
   step.trace = likeliest(step.seen, [](const Trace&) { return true; });
+  if (step.trace != nullptr && serial_ % kLookEvery == 0) {
+    step.look_at = step.trace->nth_by_recipe(serial_ / kLookEvery);
+  }
   steps_.push_back(std::move(step));
   now_ = &steps_.back();
 }
 
-// Of a call's own, what is not sure to be the same is made by running the call again, which needs
-// no proof: who marked the region vouches for it.
+// Until a recipe is proven, what a call made comes by running that again, which needs no proof: who
+// marked the region vouches for it.
 Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Origin from) {
   if (now_ == nullptr || over(*now_)) {
     begin_step(high_, live_);
@@ -70,13 +73,13 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   Trace::Entry entry;
   entry.block_bytes = block_bytes;
   entry.record = record;
-  entry.by_node = made.bytes != 0 && (made.exact || !from.made);
+  entry.by_node = made.bytes != 0;
   entry.by_call = from.made;
   entry.call = from.call;
   entry.op = from.op;
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
-  entry.proof = made.exact || from.made ? Trace::Proof::proven : Trace::Proof::none;
+  entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.full.push_back(0);
   entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
   now_->seen.entries.push_back(entry);
@@ -318,7 +321,7 @@ void Plan::learn(Step& step) {
     entry.leaves = planned ? (as_now ? entry.evicted : before.leaves)
                            : (fewer ? entry.evicted : before.evicted);
     // What is still to be proven left by a copy for that, and is to be dropped once it was.
-    const bool open = entry.proof == Trace::Proof::none;
+    const bool open = entry.unproven();
     entry.dropped = as_now && !open ? entry.dropped : before.dropped;
   }
   if (same_kind) {

@@ -85,11 +85,16 @@ class Plan {
   bool copies(Place place) const;
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
   bool proven(Place place) const;
+  // Whether it is the one of what is dropped that leaves by copy in this step, to be compared with
+  // what its recipe makes, whatever was proven. They take turns: what a program does behind
+  // autograd's back may change, and nothing tells of it.
+  bool looks_at(Place place) const;
   // Where it is to be seen in this one, for `proved`: what is to be dropped once it was.
   struct ToProve {
     std::uint32_t trace = 0;  // 0: it is not
     std::uint32_t index = 0;
     std::uint32_t rests_on = 0;
+    bool again = false;  // it was before
   };
   ToProve to_prove(Place place) const;
   void proved(ToProve what, bool same);
@@ -146,6 +151,7 @@ class Plan {
   // steps that is kept.
   static constexpr std::size_t kSeenOnce = 3;
   static constexpr std::uint32_t kRemembered = 64;
+  static constexpr std::uint32_t kLookEvery = 8;  // steps
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
@@ -157,6 +163,7 @@ class Plan {
     std::size_t alive = 0;     // records
     Bytes away = 0;            // of them
     bool diverged = false;
+    std::uint32_t look_at = KnownRecord::kNever;
     Use began = 0;
     std::shared_ptr<const Trace> trace;  // what it follows
     Kin kin;                             // where the trace is not of its sizes
@@ -171,6 +178,7 @@ class Plan {
   std::shared_ptr<Trace> nearest(const Trace& seen) const;
   bool over(const Step& step) const;
   static bool alike(const Trace* trace, Bytes high);
+  void forget_proofs();
   void follow(Step& step);
   void follow_kin(Step& step);
   void forget();

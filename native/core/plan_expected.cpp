@@ -51,13 +51,19 @@ bool Plan::proven(Place place) const {
          entry->same_recipe(step->seen.entries[place.index]);
 }
 
+bool Plan::looks_at(Place place) const {
+  const Step* step = step_of(place.step);
+  return step != nullptr && step->look_at == place.index;
+}
+
 Plan::ToProve Plan::to_prove(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  const bool open = entry != nullptr && !step->kin && entry->dropped &&
-                    entry->proof == Trace::Proof::none &&
+  const bool open = entry != nullptr && !step->kin && entry->dropped && entry->may_by_node() &&
+                    (entry->unproven() || looks_at(place)) &&
                     entry->same_recipe(step->seen.entries[place.index]);
-  return open ? ToProve{step->trace->id, place.index, entry->rests_on} : ToProve{};
+  return open ? ToProve{step->trace->id, place.index, entry->rests_on, !entry->unproven()}
+              : ToProve{};
 }
 
 // What differs leaves by a copy from here on, and the rest is planned anew.
@@ -70,6 +76,9 @@ void Plan::proved(ToProve what, bool same) {
     if (entry.rests_on != what.rests_on) {
       return;
     }
+    if (!same && what.again) {
+      forget_proofs();
+    }
     entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
     if (!same) {
       entry.dropped = false;
@@ -77,6 +86,15 @@ void Plan::proved(ToProve what, bool same) {
       trace->trials.refuse(what.index);
     }
     ++version_;
+  }
+}
+
+// What changed for one may have changed for all.
+void Plan::forget_proofs() {
+  for (const auto& trace : traces_) {
+    for (Trace::Entry& entry : trace->entries) {
+      entry.proof = entry.proof == Trace::Proof::proven ? Trace::Proof::none : entry.proof;
+    }
   }
 }
 

@@ -41,7 +41,7 @@ struct FoundRecipe {
 };
 
 struct RecipeSide {
-  static constexpr std::uint32_t kVersion = 2;
+  static constexpr std::uint32_t kVersion = 3;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
 
@@ -59,6 +59,9 @@ struct RecipeSide {
   void* (*differ)(Address one, Address other, Bytes bytes, std::int32_t device_type,
                   std::int32_t device) = nullptr;
   void (*forget)(void* recipe) = nullptr;
+  // A number of the leaf that a tensor is, or is a view of: no other leaf of the process ever has
+  // it. 0: it is none that asks for gradients.
+  std::uint64_t (*leaf)(void* tensor) = nullptr;
 };
 
 }  // namespace stagehand::core

@@ -244,6 +244,12 @@ bool Runtime::dropped(RecordId id) {
   return record != nullptr && record->state == RecordState::dropped;
 }
 
+bool Runtime::by_node(RecordId id) {
+  Entry entry(d_.gate);
+  const Record* record = d_.ledger.find(id);
+  return record != nullptr && record->by_node;
+}
+
 void Runtime::forget_recipes(std::span<const RecordId> records) {
   Entry entry(d_.gate);
   for (const RecordId id : records) {

@@ -84,6 +84,8 @@ class Runtime {
   // Whether a recipe made the very bytes that were saved.
   void proved(Plan::ToProve what, bool same);
   bool dropped(RecordId record);
+  // Whether the recipes of all that saved it are sure to make the same bytes.
+  bool by_node(RecordId record);
   // The region is not to run again: of these, what is not dropped yet leaves by copy.
   void forget_recipes(std::span<const RecordId> records);
   // A region runs again.

@@ -114,8 +114,7 @@ void Trace::time_reruns(std::vector<KnownRecord>* records) const {
 
 KnownStep Trace::known(std::vector<KnownRecord>* records) const {
   for (const Entry& entry : entries) {
-    const bool can = entry.by_node && entry.proof != Proof::refused;
-    const std::uint64_t again_ns = can ? time_to_make(entry) : 0;
+    const std::uint64_t again_ns = entry.may_by_node() ? time_to_make(entry) : 0;
     records->push_back({entry.block_bytes, entry.retained, entry.used_moment, again_ns});
     std::copy(std::begin(entry.made_of), std::end(entry.made_of), records->back().made_of);
   }
@@ -180,13 +179,23 @@ std::vector<Fate> Trace::fates() const {
 
 bool Trace::proving() const {
   return std::any_of(entries.begin(), entries.end(), [](const Entry& entry) {
-    return entry.leaves && entry.dropped && entry.proof == Proof::none;
+    return entry.leaves && entry.dropped && entry.unproven();
   });
 }
 
 bool Trace::drops() const {
   return std::any_of(entries.begin(), entries.end(),
                      [](const Entry& entry) { return entry.again(); });
+}
+
+std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t i = 0; timed >= kTimed && i < entries.size(); ++i) {
+    if (entries[i].leaves && entries[i].dropped && entries[i].may_by_node()) {
+      all.push_back(i);
+    }
+  }
+  return all.empty() ? KnownRecord::kNever : all[n % all.size()];
 }
 
 void Trace::choose() {
@@ -244,7 +253,7 @@ void Trace::use(const std::vector<Fate>& plan) {
   }
   std::unordered_map<std::uint64_t, std::uint32_t> runs;  // up to this save of each call
   for (const Entry& entry : entries) {
-    if (entry.dropped && entry.by_call && !entry.by_node) {
+    if (entry.dropped && entry.by_call && !entry.may_by_node()) {
       runs[entry.call] = std::max(runs[entry.call], entry.saved);
     }
   }

@@ -23,12 +23,12 @@ struct Trace {
     bool dropped = false;        // without a copy
     std::uint32_t kind = 0;      // Made::kind
     std::uint32_t rests_on = 0;  // Made::rests_on
-    bool by_node = false;        // can be made again by a recipe
+    bool by_node = false;        // can be made again by a recipe, unless that is refused
     std::uint32_t made_of[Made::kInputs] = {KnownRecord::kNever, KnownRecord::kNever,
                                             KnownRecord::kNever};  // its inputs' entries
     bool by_call = false;        // can be by the call that it was saved in
     std::uint64_t call = 0;      // that one's number; 0: none
-    Proof proof = Proof::none;   // that the same bytes come
+    Proof proof = Proof::none;   // that the recipe makes the same bytes
     std::uint64_t again_ns = 0;  // by the recipe, as last measured; 0: never was
     std::uint64_t rerun_ns = 0;  // by the call, from its beginning on, likewise
     bool comes = false;          // if dropped too: its call runs past it in any case
@@ -41,6 +41,8 @@ struct Trace {
     std::uint64_t used_at = 0;  // of all that were asked for since the step began
 
     bool again() const { return by_node || by_call; }
+    bool unproven() const { return by_node && proof == Proof::none; }
+    bool may_by_node() const { return by_node && proof != Proof::refused; }
     bool same_recipe(const Entry& other) const {
       return kind == other.kind && rests_on == other.rests_on;
     }
@@ -84,6 +86,8 @@ struct Trace {
   void choose();
   void try_another();
   bool drops() const;
+  // In turn, each that a settled plan drops for a recipe to make again.
+  std::uint32_t nth_by_recipe(std::uint32_t n) const;
   void use(const std::vector<Fate>& plan);
   // What that leaves room for.
   void expect();

@@ -248,9 +248,10 @@ NB_MODULE(_native, module) {
       "table"_a);
   module.def(
       "proved",
-      [](int device, std::tuple<std::uint32_t, std::uint32_t, std::uint32_t> what, bool same) {
-        const auto [trace, index, rests_on] = what;
-        opened(device).proved({trace, index, rests_on}, same);
+      [](int device, std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, bool> what,
+         bool same) {
+        const auto [trace, index, rests_on, again] = what;
+        opened(device).proved({trace, index, rests_on, again}, same);
       },
       "device"_a, "what"_a, "same"_a);
   module.def(

@@ -116,6 +116,8 @@ Handle::Handle(Handle&& other) noexcept
   other.runtime = other.ignored_by = nullptr;
 }
 
+bool Handle::by_node() const { return recipe && runtime->by_node(record) && recipe.ready(); }
+
 Handle::~Handle() {
   if (ignored_by != nullptr && !Registry::get().forked()) {
     ignored_by->ignored_ended(ignored);
@@ -139,6 +141,7 @@ Hooks::Hooks(int device, nb::object modified, nb::object keep, nb::object proof)
 
 void Hooks::begin_step(bool recompute, bool sharded) {
   order_ = 0;
+  leaf_ = 0;
   recompute_ = recompute;
   sharded_ = sharded;
   Call::forget_open();
@@ -170,18 +173,27 @@ Handle Hooks::pack(nb::handle tensor) {
   return handle;
 }
 
+// Which model this is, for proofs.
+void Hooks::see_leaf(nb::handle tensor) {
+  if (const std::uint64_t number = recompute_ ? Recipe::leaf_of(tensor) : 0; number != 0) {
+    leaf_ = number;
+  }
+}
+
 // What is passed through: leaves as they are; anything else without its graph, since a saved output
 // that holds its own node would keep itself alive for ever (rule A4).
 Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
   if (!torch.is_tensor(object)) {
+    see_leaf(tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
                 torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
   }
   const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
+    see_leaf(tensor);
     const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
     return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
@@ -202,7 +214,8 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
   if (recompute_) {
-    handle.recipe = Recipe::of(tensor, call != nullptr ? nb::find(*call) : nb::object(), sharded_);
+    const nb::object inside = call != nullptr ? nb::find(*call) : nb::object();
+    handle.recipe = Recipe::of(tensor, inside, sharded_, leaf_);
   }
   core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
   inside.op = seen.op;
@@ -311,7 +324,7 @@ void Hooks::prove(const Handle& handle, const core::Unpacked& unpacked, driver::
     throw nb::python_error();
   }
   const core::Plan::ToProve& what = unpacked.proof;
-  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on),
+  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on, what.again),
          handle.recipe.op());
 }
 
@@ -348,8 +361,7 @@ bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle ten
 // dropped.
 nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
   // Of a call's own, only what is sure to be the same is made by its node.
-  const bool by_node = handle.recipe && handle.recipe.made().exact && handle.recipe.ready();
-  if (handle.made_inside && !by_node) {
+  if (handle.made_inside && !handle.by_node()) {
     return Call::of(handle).make(*this, handle, false);
   }
   const nb::object made =

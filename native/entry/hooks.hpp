@@ -43,6 +43,9 @@ class Handle {
   Handle& operator=(Handle&&) = delete;
   ~Handle();
 
+  // Whether its recipe makes it again as it was, with inputs that are there or come likewise.
+  bool by_node() const;
+
   core::Runtime* runtime = nullptr;  // null: passed through
   core::Runtime* ignored_by = nullptr;
   core::Bytes ignored = 0;
@@ -81,6 +84,7 @@ class Hooks {
 
  private:
   Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
+  void see_leaf(nb::handle tensor);
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                         core::Address first, core::Address last, core::Inside inside) const;
@@ -98,6 +102,7 @@ class Hooks {
   const nb::object proof_;
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
+  std::uint64_t leaf_ = 0;  // Recipe::leaf_of the last one saved in this step
   bool recompute_ = false;
   bool sharded_ = false;
 };

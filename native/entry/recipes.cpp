@@ -28,7 +28,7 @@ void mix_input(std::uint32_t* word, const Handle& input) {
 }
 }  // namespace
 
-Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded) {
+Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded, std::uint64_t leaf) {
   Recipe recipe;
   if (side_ == nullptr) {
     return recipe;
@@ -36,6 +36,7 @@ Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded) {
   side_->find(tensor.ptr(), nb::type<Handle>().ptr(), &recipe.found_);
   core::Made& made = recipe.found_.made;
   made.exact &= trusts_;
+  core::mix(&made.rests_on, leaf);
   bool apart = sharded && recipe.found_.leaf;
   for (std::uint32_t i = 0; i < recipe.found_.inputs; ++i) {
     const auto* input =
@@ -67,7 +68,7 @@ bool Recipe::ready() const {
   for (std::uint32_t i = 0; i < found_.inputs; ++i) {
     const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
     const bool dropped = input->runtime != nullptr && input->runtime->dropped(input->record);
-    if (dropped && !(input->recipe && input->recipe.made().exact && input->recipe.ready())) {
+    if (dropped && !input->by_node()) {
       return false;
     }
   }

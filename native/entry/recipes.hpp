@@ -23,8 +23,13 @@ class Recipe {
   Recipe() = default;
   // Of a tensor that is about to be saved in this call of a region, or in none; none where nobody
   // knows, or another call may have to run for its inputs. `sharded`: weights may be away when it
-  // runs, or on their way, and nothing tells of it; so none that needs one.
-  static Recipe of(nb::handle tensor, nb::handle call, bool sharded);
+  // runs, or on their way, and nothing tells of it; so none that needs one. `leaf`: of the last one
+  // that was saved before, so that a proof is of this model and of no other with the same sizes.
+  static Recipe of(nb::handle tensor, nb::handle call, bool sharded, std::uint64_t leaf);
+  // leaf()'s number of a tensor, 0 where there are no recipes.
+  static std::uint64_t leaf_of(nb::handle tensor) {
+    return side_ != nullptr ? side_->leaf(tensor.ptr()) : 0;
+  }
   // Whether elementwise recipes need no proof: where everything is evicted, to find bugs. A raw
   // kernel may have written to a tensor between the op and the save, and no version tells of it.
   static void trust(bool exact) { trusts_ = exact; }

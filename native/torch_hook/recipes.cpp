@@ -358,6 +358,38 @@ void* differ(stagehand::core::Address one, stagehand::core::Address other, std::
   END_HANDLE_TH_ERRORS_RET(nullptr)
 }
 
+// Numbers of the leaves that were asked for. A weak reference keeps the address from being another
+// leaf's; those of leaves that are gone go when there are twice as many as were alive last.
+std::uint64_t leaf(void* object) {
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Known {
+    Weak leaf;
+    std::uint64_t number;
+  };
+  static auto& known = *new std::unordered_map<const c10::TensorImpl*, Known>;
+  static std::uint64_t last = 0;
+  static std::size_t many = 1024;
+  try {
+    const at::Tensor& given = THPVariable_Unpack(static_cast<PyObject*>(object));
+    const at::TensorBase& one = given.is_view() ? given._base() : given;
+    if (!one.is_leaf() || !one.requires_grad()) {
+      return 0;
+    }
+    const auto found = known.find(one.unsafeGetTensorImpl());
+    if (found != known.end()) {
+      return found->second.number;
+    }
+    if (known.size() >= many) {
+      std::erase_if(known, [](const auto& entry) { return entry.second.leaf.expired(); });
+      many = std::max(many, 2 * known.size());
+    }
+    known.emplace(one.unsafeGetTensorImpl(), Known{Weak(one.getIntrusivePtr()), ++last});
+    return last;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
 void forget(void* recipe) { delete static_cast<Recipe*>(recipe); }
 
 }  // namespace
@@ -372,6 +404,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_recipe_s
     made.view = &view;
     made.differ = &differ;
     made.forget = &forget;
+    made.leaf = &leaf;
     return made;
   }();
   return &side;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,7 +115,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     proofs: list[bool] = []
     tell = _native.proved
 
-    def spy(device: int, what: tuple[int, int, int], same: bool) -> None:
+    def spy(device: int, what: tuple[int, int, int, bool], same: bool) -> None:
         proofs.append(same)
         tell(device, what, same)
 
@@ -203,6 +203,83 @@ def test_a_write_behind_autograds_back_before_the_save_is_not_undone() -> None:
         warnings.simplefilter("ignore", UserWarning)  # of what did not come back
         for _ in range(8):
             assert run(pool) == expected
+
+
+def region_steps(count: int, around: Around, meddle: Callable[[int], bool]) -> list[Any]:
+    """The gradients of each step of six regions, and how many ran again in it.
+
+    In steps that `meddle`, each region changes a tensor behind autograd's back.
+    """
+    torch.manual_seed(3)
+    model = nn.ModuleList(Block(256) for _ in range(6))
+    x = torch.randn(2048, 256)
+    found = []
+    for step in range(count):
+
+        def forward(block: Block, y: Tensor, step: int = step) -> Tensor:
+            up = F.gelu(block.up(y))
+            if meddle(step):
+                up.data.clamp_(max=0.5)
+            return block.down(up) + y
+
+        before = stagehand_alloc.stats()
+        model.zero_grad()
+        with around:
+            y = x
+            for block in model:
+                y = stagehand_alloc.checkpoint(forward, block, y)
+            loss = y.square().mean()
+        loss.backward()
+        found.append((gradients(model), counted(before).reruns))
+    return found
+
+
+@pytest.mark.parametrize("meddling", [False, True])
+def test_in_a_region_recipes_serve_where_they_are_proven_and_the_region_where_not(
+    meddling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a region does behind autograd's back, it does again when it runs again."""
+    (expected, _), *_ = region_steps(1, contextlib.nullcontext(), lambda _: meddling)
+    _native.empty_cache()
+    proofs = told(monkeypatch)
+    with warnings.catch_warnings(), leaves_nothing():
+        warnings.simplefilter("ignore", UserWarning)  # of what did not come back
+        found = region_steps(10, recomputing(high="40MiB", low="36MiB"), lambda _: meddling)
+    assert [gradients for gradients, _ in found] == [expected] * len(found)
+    assert found[0][1] > 0
+    assert proofs
+    assert all(proofs) != meddling
+
+
+def test_what_comes_back_otherwise_than_when_it_was_proven_is_told_of() -> None:
+    """One of what is dropped is compared every few steps, whatever was proven."""
+    begins, ends = 60, 100
+
+    def run(around: Around) -> list[list[str]]:
+        torch.manual_seed(4)
+        weights = [torch.randn(248, 248, requires_grad=True) for _ in range(8)]
+        x = torch.randn(1024, 248)
+        found = []
+        for step in range(ends):
+            for weight in weights:
+                weight.grad = None
+            with around:
+                y = x
+                for weight in weights:
+                    made = F.gelu(y @ weight)
+                    if step >= begins:
+                        made.data.clamp_(max=0.5)
+                    y = y + made @ weight
+                loss = y.square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if step in (begins - 1, ends - 1):
+                found.append([digest(weight.grad) for weight in weights if weight.grad is not None])
+        return found
+
+    expected = run(contextlib.nullcontext())
+    _native.empty_cache()
+    with pytest.warns(RuntimeWarning, match="no longer comes back bit by bit"):
+        assert run(recomputing(high="17MiB", low="15MiB")) == expected
 
 
 def test_a_weight_of_another_layout_is_another_proof(
