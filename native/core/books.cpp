@@ -105,8 +105,7 @@ bool covers(const Record& record, const Block* block, const Made& made) {
 void Books::note_recipe(Record& record, const Block* block, const Made& made, bool of_call) const {
   const bool by_node = covers(record, block, made) && (made.exact || d_.plan.proven(record.place));
   record.by_node = record.by_node && by_node;
-  record.recipe = record.recipe && (by_node || (of_call && record.block_begin == 0)) &&
-                  !d_.plan.looks_at(record.place);
+  record.recipe = record.recipe && (by_node || (of_call && record.block_begin == 0));
 }
 
 Record& Books::save(Block* block, Address first, Address last, Made made, Inside inside) {

@@ -56,8 +56,8 @@ void Plan::begin_step(Bytes high, Bytes live) {
   step.seen.depth = static_cast<std::uint32_t>(std::count_if(
       steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
   step.trace = likeliest(step.seen, [](const Trace&) { return true; });
-  if (step.trace != nullptr && serial_ % kLookEvery == 0) {
-    step.look_at = step.trace->nth_by_recipe(serial_ / kLookEvery);
+  if (step.trace != nullptr) {
+    step.look_at = step.trace->nth_by_recipe(serial_);
   }
   steps_.push_back(std::move(step));
   now_ = &steps_.back();

@@ -85,10 +85,6 @@ class Plan {
   bool copies(Place place) const;
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
   bool proven(Place place) const;
-  // Whether it is the one of what is dropped that leaves by copy in this step, to be compared with
-  // what its recipe makes, whatever was proven. They take turns: what a program does behind
-  // autograd's back may change, and nothing tells of it.
-  bool looks_at(Place place) const;
   // Where it is to be seen in this one, for `proved`: what is to be dropped once it was.
   struct ToProve {
     std::uint32_t trace = 0;  // 0: it is not
@@ -97,6 +93,10 @@ class Plan {
     bool again = false;  // it was before
   };
   ToProve to_prove(Place place) const;
+  // Where it is the one of what is dropped whose bytes this step looks at when it is saved and when
+  // it is back, whatever was proven. They take turns: what a program does behind autograd's back
+  // may change, and nothing tells of it.
+  ToProve looks_at(Place place) const;
   void proved(ToProve what, bool same);
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
@@ -151,7 +151,6 @@ class Plan {
   // steps that is kept.
   static constexpr std::size_t kSeenOnce = 3;
   static constexpr std::uint32_t kRemembered = 64;
-  static constexpr std::uint32_t kLookEvery = 8;  // steps
   static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest

@@ -51,19 +51,19 @@ bool Plan::proven(Place place) const {
          entry->same_recipe(step->seen.entries[place.index]);
 }
 
-bool Plan::looks_at(Place place) const {
+Plan::ToProve Plan::looks_at(Place place) const {
   const Step* step = step_of(place.step);
-  return step != nullptr && step->look_at == place.index;
+  const bool looks = step != nullptr && step->look_at == place.index && proven(place);
+  return looks ? ToProve{step->trace->id, place.index, expected(place, &step)->rests_on, true}
+               : ToProve{};
 }
 
 Plan::ToProve Plan::to_prove(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  const bool open = entry != nullptr && !step->kin && entry->dropped && entry->may_by_node() &&
-                    (entry->unproven() || looks_at(place)) &&
+  const bool open = entry != nullptr && !step->kin && entry->dropped && entry->unproven() &&
                     entry->same_recipe(step->seen.entries[place.index]);
-  return open ? ToProve{step->trace->id, place.index, entry->rests_on, !entry->unproven()}
-              : ToProve{};
+  return open ? ToProve{step->trace->id, place.index, entry->rests_on} : ToProve{};
 }
 
 // What differs leaves by a copy from here on, and the rest is planned anew.

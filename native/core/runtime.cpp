@@ -111,8 +111,13 @@ Saved Runtime::tagged(Block* block, Address data, Address first, Address last, M
     // at a point of the stream instead of behind all that was queued.
     block->clock->note_work(block->size);
   }
-  return {Refusal::none, Ledger::id_of(record), data - block->address + record.block_begin,
-          of_call};
+  return {Refusal::none,
+          Ledger::id_of(record),
+          data - block->address + record.block_begin,
+          of_call,
+          false,
+          0,
+          d_.plan.looks_at(record.place)};
 }
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {

@@ -29,6 +29,7 @@ struct Saved {
   bool inside = false;  // it was made in the call that it is saved in; said of refused ones too
   bool took_reference = false;  // to the storage; else the caller gives it up
   Bytes ignored = 0;            // where refused as small: to be said when that tensor is gone
+  Plan::ToProve look = {};      // its bytes are to be looked at now and when it is asked for
 };
 
 struct Unpacked {

@@ -111,6 +111,8 @@ Handle::Handle(Handle&& other) noexcept
       index(other.index),
       made_inside(other.made_inside),
       passed(std::move(other.passed)),
+      sum(std::move(other.sum)),
+      look(other.look),
       version(other.version),
       twin(other.twin) {
   other.runtime = other.ignored_by = nullptr;
@@ -233,6 +235,10 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   handle.offset = saved.offset;
   handle.followed = Followed(object);
   handle.version = handle.followed.current();
+  if (saved.look.trace != 0 && handle.recipe) {
+    handle.look = saved.look;
+    handle.sum = sum_of(handle, first);
+  }
   return handle;
 }
 
@@ -323,9 +329,36 @@ void Hooks::prove(const Handle& handle, const core::Unpacked& unpacked, driver::
   if (!differs.is_valid()) {
     throw nb::python_error();
   }
-  const core::Plan::ToProve& what = unpacked.proof;
-  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on, what.again),
-         handle.recipe.op());
+  tell(differs, unpacked.proof, handle.recipe.op());
+}
+
+nb::object Hooks::sum_of(const Handle& handle, Address first) {
+  const auto& device = handle.geometry.device;
+  nb::object sum = nb::steal(static_cast<PyObject*>(
+      Recipe::side()->sum(first, handle.geometry.extent(), device.type, device.id)));
+  if (!sum.is_valid()) {
+    PyErr_Clear();  // no memory for it; another step looks
+  }
+  return sum;
+}
+
+// What is there now, against what was saved.
+void Hooks::look_again(const Handle& handle, nb::handle tensor) {
+  const auto first = reinterpret_cast<Address>(TorchApi::get().look(tensor.ptr()).data);
+  const nb::object now = sum_of(handle, first);
+  const nb::object differs = now.is_valid()
+                                 ? nb::steal(static_cast<PyObject*>(
+                                       Recipe::side()->sums_differ(handle.sum.ptr(), now.ptr())))
+                                 : nb::object();
+  if (!differs.is_valid()) {
+    PyErr_Clear();
+    return;
+  }
+  tell(differs, handle.look, handle.recipe.op());
+}
+
+void Hooks::tell(const nb::object& differs, const core::Plan::ToProve& what, const char* op) {
+  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on, what.again), op);
 }
 
 bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, Bytes offset) {
@@ -423,6 +456,9 @@ nb::object Hooks::unpack(const Handle& handle) {
       // An input that changed since, or is not there, or no memory for it: what was saved is.
       handle.runtime->proved(unpacked.proof, false);
     }
+  }
+  if (handle.sum.is_valid()) {
+    look_again(handle, tensor);
   }
   return tensor;
 }

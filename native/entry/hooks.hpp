@@ -55,10 +55,12 @@ class Handle {
   Geometry geometry;
   Followed followed;
   Recipe recipe;
-  nb::object call;                 // of the region it was saved in, if any (regions.hpp)
-  std::uint32_t index = 0;         // of the save in there
-  bool made_inside = false;        // that call can make it again
-  nb::object passed;               // where passed through: the tensor itself without its graph
+  nb::object call;           // of the region it was saved in, if any (regions.hpp)
+  std::uint32_t index = 0;   // of the save in there
+  bool made_inside = false;  // that call can make it again
+  nb::object passed;         // where passed through: the tensor itself without its graph
+  nb::object sum;            // of its bytes when it was saved, where they are looked at
+  core::Plan::ToProve look;
   long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
 };
@@ -90,6 +92,9 @@ class Hooks {
                         core::Address first, core::Address last, core::Inside inside) const;
   core::Unpacked find(const Handle& handle, driver::Stream consumer);
   nb::object make_again(const Handle& handle, driver::Stream consumer);
+  static nb::object sum_of(const Handle& handle, core::Address first);
+  void look_again(const Handle& handle, nb::handle tensor);
+  void tell(const nb::object& differs, const core::Plan::ToProve& what, const char* op);
   void prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer);
   nb::object tensor_of(const Handle& handle, const core::Unpacked& unpacked,
                        driver::Stream consumer);

@@ -26,6 +26,7 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sin.h>
 #include <ATen/ops/softplus.h>
+#include <ATen/ops/sum.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -333,14 +334,40 @@ void* view(void* object, const TensorPlace* place) {
   END_HANDLE_TH_ERRORS_RET(nullptr)
 }
 
+c10::Device place_of(std::int32_t device_type, std::int32_t device) {
+  const auto type = device_type == 2 ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+  return {type, static_cast<c10::DeviceIndex>(type == c10::DeviceType::CUDA ? device : -1)};
+}
+
+void* sum(stagehand::core::Address first, std::uint64_t bytes, std::int32_t device_type,
+          std::int32_t device) {
+  HANDLE_TH_ERRORS
+  const stagehand::torch_hook::OutOfInference usual;
+  const at::NoGradGuard no_grad;
+  const bool words = first % 8 == 0 && bytes % 8 == 0;
+  const auto options =
+      at::TensorOptions(words ? at::kLong : at::kByte).device(place_of(device_type, device));
+  const at::Tensor over =
+      at::from_blob(reinterpret_cast<void*>(first),
+                    {static_cast<std::int64_t>(words ? bytes / 8 : bytes)}, options);
+  return THPVariable_Wrap(at::sum(over, at::kLong));
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+}
+
+void* sums_differ(void* one, void* other) {
+  HANDLE_TH_ERRORS
+  const at::NoGradGuard no_grad;
+  return THPVariable_Wrap(at::ne(THPVariable_Unpack(static_cast<PyObject*>(one)),
+                                 THPVariable_Unpack(static_cast<PyObject*>(other))));
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+}
+
 void* differ(stagehand::core::Address one, stagehand::core::Address other, std::uint64_t bytes,
              std::int32_t device_type, std::int32_t device) {
   HANDLE_TH_ERRORS
   constexpr std::uint64_t kTogether = std::uint64_t{128} << 20;  // an eighth of it is needed beside
   const at::NoGradGuard no_grad;
-  const auto type = device_type == 2 ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
-  const auto place =
-      c10::Device(type, static_cast<c10::DeviceIndex>(type == c10::DeviceType::CUDA ? device : -1));
+  const c10::Device place = place_of(device_type, device);
   at::Tensor found;
   for (std::uint64_t at = 0; at < bytes;) {
     const std::uint64_t some = std::min(bytes - at, kTogether);
@@ -403,6 +430,8 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_recipe_s
     made.run = &run;
     made.view = &view;
     made.differ = &differ;
+    made.sum = &sum;
+    made.sums_differ = &sums_differ;
     made.forget = &forget;
     made.leaf = &leaf;
     return made;
