@@ -69,7 +69,9 @@ Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
 
 bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
-  renews_ = d_.plan.varies() && heap_.coarsen();
+  // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
+  const bool varies = d_.plan.varies() && heap_.coarsen();
+  renews_ = d_.plan.takes_other_plan() || varies;
   return renews_ || (d_.counters.mapped > target && heap_.has_free_piece());
 }
 

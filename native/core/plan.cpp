@@ -250,9 +250,15 @@ bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
 void Plan::timed(std::uint32_t id, const StepTimes& times) {
   const auto found =
       std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found != traces_.end() && (*found)->measured(times, rates_)) {
+  if (found == traces_.end()) {
+    return;
+  }
+  Trace& trace = **found;
+  const std::vector<Fate> was = trace.fates();
+  if (trace.measured(times, rates_)) {
     ++version_;
   }
+  other_plan_ |= trace.far_from_free() && trace.fates() != was;
 }
 
 void Plan::requested(Bytes largest) {

@@ -12,6 +12,7 @@
 
 #include <list>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/kin.hpp"
@@ -102,6 +103,9 @@ class Plan {
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
   // Whether an earlier step inside such a budget says what becomes of the record.
   bool guides(Place place) const;
+  // Whether another plan than before, with drops, is in use from here on, and its steps are long
+  // enough for a heap of its own to be worth one: said once.
+  bool takes_other_plan() { return std::exchange(other_plan_, false); }
   // Whether any step is remembered.
   bool learned() const { return !traces_.empty(); }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
@@ -186,8 +190,9 @@ class Plan {
 
   std::list<std::shared_ptr<Trace>> traces_;  // newest first
   std::list<Step> steps_;                     // those whose records are alive, and the newest
-  Step* now_ = nullptr;                       // the newest; null before the first
-  Step* using_ = nullptr;                     // whose record was asked for last
+  bool other_plan_ = false;
+  Step* now_ = nullptr;    // the newest; null before the first
+  Step* using_ = nullptr;  // whose record was asked for last
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;

@@ -188,6 +188,11 @@ bool Trace::drops() const {
                      [](const Entry& entry) { return entry.again(); });
 }
 
+bool Trace::far_from_free() const {
+  constexpr std::uint64_t kPart = 20;
+  return drops() && !at_ns.empty() && trials.best_ns() > at_ns.back() + at_ns.back() / kPart;
+}
+
 std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
   std::vector<std::uint32_t> all;
   for (std::uint32_t i = 0; timed >= kTimed && i < entries.size(); ++i) {

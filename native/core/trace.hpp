@@ -86,6 +86,8 @@ struct Trace {
   void choose();
   void try_another();
   bool drops() const;
+  // Whether the best of its plans that drop takes a good part longer than what it computes.
+  bool far_from_free() const;
   // In turn, each that a settled plan drops for a recipe to make again.
   std::uint32_t nth_by_recipe(std::uint32_t n) const;
   void use(const std::vector<Fate>& plan);

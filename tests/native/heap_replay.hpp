@@ -274,7 +274,7 @@ class Replay {
   // Whether it can be made by its recipe now, and those of its inputs.
   bool by_recipe(std::uint64_t record) const {
     const auto known = recipes_.find(record);
-    return known != recipes_.end() && known->second.exact &&
+    return known != recipes_.end() && rig_.runtime->by_node(records_.at(record).record) &&
            std::all_of(known->second.inputs.begin(), known->second.inputs.end(), [&](auto input) {
              return !rig_.runtime->dropped(records_.at(input).record) || by_recipe(input);
            });

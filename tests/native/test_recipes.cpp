@@ -15,7 +15,7 @@ struct Outcome {
 };
 
 Outcome replayed(const std::string& trace, double share, bool recipes) {
-  constexpr int kSteps = 8;
+  constexpr int kSteps = 40;  // by then one plan is kept
   Replay replay(trace);
   if (recipes) {
     replay.make_again(recipes_of(trace));
