@@ -175,6 +175,7 @@ bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/modes.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/recompute.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py
 
 # What people train, alone: BENCH="--quick --only gpt,moe".

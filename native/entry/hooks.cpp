@@ -113,6 +113,7 @@ Handle::Handle(Handle&& other) noexcept
       passed(std::move(other.passed)),
       sum(std::move(other.sum)),
       look(other.look),
+      looked_on(other.looked_on),
       version(other.version),
       twin(other.twin) {
   other.runtime = other.ignored_by = nullptr;
@@ -237,6 +238,7 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   handle.version = handle.followed.current();
   if (saved.look.trace != 0 && handle.recipe) {
     handle.look = saved.look;
+    handle.looked_on = current_stream(handle.geometry.device);
     handle.sum = sum_of(handle, first);
   }
   return handle;
@@ -457,7 +459,7 @@ nb::object Hooks::unpack(const Handle& handle) {
       handle.runtime->proved(unpacked.proof, false);
     }
   }
-  if (handle.sum.is_valid()) {
+  if (handle.sum.is_valid() && consumer == handle.looked_on) {
     look_again(handle, tensor);
   }
   return tensor;

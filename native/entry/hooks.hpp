@@ -61,6 +61,7 @@ class Handle {
   nb::object passed;         // where passed through: the tensor itself without its graph
   nb::object sum;            // of its bytes when it was saved, where they are looked at
   core::Plan::ToProve look;
+  driver::Stream looked_on = nullptr;
   long version = 0;                // when it was saved
   mutable std::uint64_t twin = 0;  // of the newest tensor made from it (twins.hpp)
 };

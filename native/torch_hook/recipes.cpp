@@ -295,6 +295,14 @@ void find(void* object, void* handle, FoundRecipe* found) {
   }
 }
 
+// A dispatch mode of the user's must not see what we compute: torch's selective checkpoint counts
+// the ops of a forward, and of the run that repeats it.
+struct Unseen {
+  c10::impl::ExcludeDispatchKeyGuard modes{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  at::NoGradGuard no_grad;
+};
+
 void* run(void* made_by, void* const* inputs, bool* differs) {
   HANDLE_TH_ERRORS
   const Recipe& recipe = *static_cast<const Recipe*>(made_by);
@@ -303,7 +311,7 @@ void* run(void* made_by, void* const* inputs, bool* differs) {
     in[i] = THPVariable_Unpack(static_cast<PyObject*>(inputs[i]));
   }
   const stagehand::torch_hook::OutOfInference usual;
-  const at::NoGradGuard no_grad;
+  const Unseen unseen;
   // Autocast chose the inputs' types before the node saw them.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor made = recipe.op->run(recipe, in);
@@ -343,7 +351,7 @@ void* sum(stagehand::core::Address first, std::uint64_t bytes, std::int32_t devi
           std::int32_t device) {
   HANDLE_TH_ERRORS
   const stagehand::torch_hook::OutOfInference usual;
-  const at::NoGradGuard no_grad;
+  const Unseen unseen;
   const bool words = first % 8 == 0 && bytes % 8 == 0;
   const auto options =
       at::TensorOptions(words ? at::kLong : at::kByte).device(place_of(device_type, device));
@@ -356,7 +364,7 @@ void* sum(stagehand::core::Address first, std::uint64_t bytes, std::int32_t devi
 
 void* sums_differ(void* one, void* other) {
   HANDLE_TH_ERRORS
-  const at::NoGradGuard no_grad;
+  const Unseen unseen;
   return THPVariable_Wrap(at::ne(THPVariable_Unpack(static_cast<PyObject*>(one)),
                                  THPVariable_Unpack(static_cast<PyObject*>(other))));
   END_HANDLE_TH_ERRORS_RET(nullptr)
@@ -366,7 +374,7 @@ void* differ(stagehand::core::Address one, stagehand::core::Address other, std::
              std::int32_t device_type, std::int32_t device) {
   HANDLE_TH_ERRORS
   constexpr std::uint64_t kTogether = std::uint64_t{128} << 20;  // an eighth of it is needed beside
-  const at::NoGradGuard no_grad;
+  const Unseen unseen;
   const c10::Device place = place_of(device_type, device);
   at::Tensor found;
   for (std::uint64_t at = 0; at < bytes;) {

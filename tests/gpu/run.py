@@ -33,7 +33,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 TIMEOUT_SECONDS = 300
-JOBS = max(1, min(16, (os.cpu_count() or 2) // 2))  # each has two threads: see environment
+MOST_JOBS = 16
+GIB_OF_EACH = 10  # of the device's memory
 SHARED = "STAGEHAND_GPU_TESTS_SHARED"  # a folder for what several tests of one run need
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -44,6 +45,7 @@ ABOUT = """
 import json, platform, torch
 print(json.dumps({"device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                   "devices": torch.cuda.device_count(),
+                  "gib": torch.cuda.mem_get_info()[1] >> 30 if torch.cuda.is_available() else 0,
                   "torch": torch.__version__, "python": platform.python_version()}))
 """
 
@@ -180,6 +182,12 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
     return outcomes
 
 
+def default_jobs(gib: int) -> int:
+    """Most of a test is one thread of its process; what it trains is smaller than GIB_OF_EACH."""
+    cores = os.cpu_count() or 2
+    return max(1, min(MOST_JOBS, cores * 3 // 4, gib // GIB_OF_EACH))
+
+
 def file_of(test: str) -> str:
     return pathlib.Path(test.split("::")[0]).name
 
@@ -195,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("-k", dest="expression", help="pytest's -k: run only these tests")
     parser.add_argument(
-        "--jobs", type=int, default=JOBS, help="tests at once (default: half the cores, at most 16)"
+        "--jobs", type=int, help="tests at once (default: what cores and the GPU's memory are for)"
     )
     parser.add_argument("--out", type=pathlib.Path, help="where to write the record")
     options = parser.parse_args(argv)
@@ -203,10 +211,12 @@ def main(argv: list[str] | None = None) -> int:
     if place["device"] is None:
         print("There is no CUDA device here: nothing was run, no record was written.")
         return 1
+    gib = place.pop("gib")
+    jobs = options.jobs or default_jobs(gib)
     sources = source_hash(ROOT)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as shared:
-        outcomes = run_all(collect(options.expression), options.jobs, shared, place["devices"])
+        outcomes = run_all(collect(options.expression), jobs, shared, place["devices"])
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for outcome in outcomes:
         counts[outcome.outcome] += 1

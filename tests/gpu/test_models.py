@@ -34,6 +34,13 @@ CASES = (
     *(("mempool", 0.50, model) for model in ("lora", "unet")),
     *(("native", 0.75, model) for model in ("llama_fp32", "unet")),
 )
+RECOMPUTED = (
+    ("allocator", 0.40, "llama_bf16"),
+    ("native", 0.40, "llama_bf16"),
+    ("allocator", 0.20, "vit"),
+    ("native", 0.40, "vit"),
+    ("allocator", 0.40, "unet"),
+)
 
 
 def case_id(case: tuple[str, float, str]) -> str:
@@ -82,21 +89,24 @@ def compare(
     names = ("trigger", "high", "mapped_peak", "over_by_step", "largest_segment", "evicted_bytes")
     for name in names:
         record_property(name, actual[name])
-    print({key: value for key, value in actual.items() if key != "steps"})
+    compare_bits(actual, expected)
+    # The budget was one: something had to leave and come back.
+    assert actual["evicted_bytes"] > 0
+    assert actual["restored_bytes"] > 0
+    # Weights are saved by autograd (a frozen linear layer saves nothing else), but never tagged.
+    assert actual["saved_weights"] > 0
+    assert 0 < actual["records"] <= actual["saved_storages"]
 
+
+def compare_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every loss and gradient; nothing is left, and the books are whole."""
+    print({key: value for key, value in actual.items() if key != "steps"})
     assert len(actual["steps"]) == len(expected["steps"])
     for step, (ours, theirs) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
         differing = [name for name in theirs.keys() | ours if ours.get(name) != theirs.get(name)]
         assert not differing, f"step {step}: {len(differing)} differ, such as {differing[:3]}"
-    # The budget was one: something had to leave and come back.
-    assert actual["evicted_bytes"] > 0
-    assert actual["restored_bytes"] > 0
-    # Nothing is left, and the books are whole.
     assert actual["left"] == {"records": 0, "handles": 0, "retained": 0}
     assert actual["broken"] == ""
-    # Weights are saved by autograd (a frozen linear layer saves nothing else), but never tagged.
-    assert actual["saved_weights"] > 0
-    assert 0 < actual["records"] <= actual["saved_storages"]
 
 
 def assert_budget_kept(mode: str, model: str, actual: dict[str, Any]) -> None:
@@ -129,6 +139,27 @@ def test_losses_and_every_gradient_equal_plain_torch_inside_the_budget(
     assert actual["mode"] == mode
     assert actual["trigger"] == ("not needed" if mode == "allocator" else "loaded")
     assert_budget_kept(mode, model, actual)
+
+
+@pytest.mark.parametrize("case", RECOMPUTED, ids=case_id)
+def test_what_is_made_again_gives_every_loss_and_gradient_of_plain_torch(
+    case: tuple[str, float, str],
+    shared: pathlib.Path,
+    tmp_path: pathlib.Path,
+    record_property: Callable[[str, object], None],
+    cuda: None,
+) -> None:
+    mode, share, model = case
+    if model in NEEDS:
+        pytest.importorskip(NEEDS[model])
+    expected = plain(model, shared)
+    options = ("--share", str(share), "--mode", mode, "--recompute")
+    actual = train(model, tmp_path / "ours.json", *options)
+    for name in ("high", "over_by_step", "evicted_bytes", "drops", "recomputes", "reruns"):
+        record_property(name, actual[name])
+    compare_bits(actual, expected)
+    assert actual["drops"] > 0
+    assert actual["recomputes"] > 0
 
 
 @pytest.mark.parametrize("model", ["llama_bf16", "unet"])

@@ -4,6 +4,7 @@ python trainer.py WORKLOAD OUT.json                plain torch, its native cachi
 python trainer.py WORKLOAD OUT.json --share 0.75   through stagehand_alloc, in a budget of 75 %
                                                    of the activation memory it measures first
     --mode allocator|mempool|native                by which way in; "allocator" if not said
+    --recompute                                    what is cheaper to make again is dropped
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from workloads import BY_NAME, Workload, parameter_storages
 
 STEPS = 3
 SEED = 6
+LEARNING_STEPS = 8  # until recipes are proven and a plan that drops is in use
 
 
 def deterministic() -> None:
@@ -60,6 +62,13 @@ class Training:
         loss.backward()
         return loss.detach()
 
+    def learn(self, around: AbstractContextManager[Any]) -> None:
+        """Steps that leave weights and random numbers as they were."""
+        for _ in range(LEARNING_STEPS):
+            with torch.random.fork_rng():
+                self.step(around)
+        self.optimizer.zero_grad(set_to_none=True)
+
     def traced_steps(
         self, around: AbstractContextManager[Any], look: Callable[[], None] = lambda: None
     ) -> list[dict[str, str]]:
@@ -84,7 +93,7 @@ def plain(workload: Workload) -> dict[str, Any]:
     return {"steps": Training(workload).traced_steps(contextlib.nullcontext())}
 
 
-def budgeted(workload: Workload, share: float, mode: str) -> dict[str, Any]:
+def budgeted(workload: Workload, share: float, mode: str, recompute: bool) -> dict[str, Any]:
     import stagehand_alloc
     from stagehand_alloc import _native
 
@@ -96,8 +105,11 @@ def budgeted(workload: Workload, share: float, mode: str) -> dict[str, Any]:
     before = stagehand_alloc.stats()
     high = start + int(share * (peak - start))
     low = high - (peak - start) // 10
-    pool = stagehand_alloc.pool(high=high, low=low, mode=mode)
     training = Training(workload)
+    again = training.model if recompute else False
+    pool = stagehand_alloc.pool(high=high, low=low, mode=mode, recompute=again)
+    if recompute:
+        training.learn(pool)
     over: list[int] = []  # bytes over high so far, after each step
     segments: list[int] = []
 
@@ -122,6 +134,9 @@ def budgeted(workload: Workload, share: float, mode: str) -> dict[str, Any]:
         "largest_segment": max(segments),
         "evicted_bytes": after.evicted_bytes - before.evicted_bytes,
         "restored_bytes": after.restored_bytes - before.restored_bytes,
+        "drops": after.drops - before.drops,
+        "reruns": after.reruns - before.reruns,
+        "recomputes": after.recomputes - before.recomputes,
         "left": {"records": after.records, "handles": after.handles, "retained": after.retained},
         "passed_through": dict(stats.passed_through),
         "broken": _native.check_invariants(0),
@@ -185,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--share", type=float)
     parser.add_argument("--mode", choices=("allocator", "mempool", "native"), default="allocator")
+    parser.add_argument("--recompute", action="store_true")
     options = parser.parse_args(argv)
     workload = BY_NAME[options.workload]
     if options.share is not None and options.mode == "allocator":
@@ -195,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.share is None:
         found = plain(workload)
     else:
-        found = budgeted(workload, options.share, options.mode)
+        found = budgeted(workload, options.share, options.mode, options.recompute)
     options.out.write_text(json.dumps(found), encoding="utf-8")
     return 0
 

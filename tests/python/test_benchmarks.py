@@ -396,3 +396,13 @@ def test_micro_times_every_call_and_counts_what_it_names(tmp_path: pathlib.Path)
     assert calls["alloc, evict one"]["ours"]["events"] == 1
     assert calls["alloc, evict many"]["ours"]["events"] > 1
     assert calls["unpack, restore"]["ours"]["events"] > 0
+
+
+def test_recompute_compares_every_step_with_plain_torch(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "recompute.json"
+    done = run("recompute.py", "--simulated", "--only", "gpt", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["models"]["gpt"]
+    assert [one["share"] for one in found["checkpointed"]] == [0.25, 0.5, 1.0]
+    assert [one["recompute"] for one in found["ours"]] == [False, True]
+    assert all(one["bitwise"] and one["over_bytes"] == 0 for one in found["ours"])

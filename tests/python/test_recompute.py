@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from models import RECIPES, Recipe
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import (
     Around,
     digest,
@@ -280,6 +281,57 @@ def test_what_comes_back_otherwise_than_when_it_was_proven_is_told_of() -> None:
     _native.empty_cache()
     with pytest.warns(RuntimeWarning, match="no longer comes back bit by bit"):
         assert run(recomputing(high="17MiB", low="15MiB")) == expected
+
+
+class Watched:
+    """A pool whose later steps run forward under a dispatch mode, which notes what is called."""
+
+    def __init__(self, pool: stagehand_alloc.Pool, after: int) -> None:
+        self.seen: set[str] = set()
+        self._pool = pool
+        self._left = after
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._pool)
+        self._left -= 1
+        if self._left < 0:
+            self._stack.enter_context(self.Mode(self.seen))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, seen: set[str]) -> None:
+            super().__init__()
+            self._seen = seen
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self._seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_others_do_not_see_what_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's selective checkpoint counts the ops of forward, and of the run that repeats it."""
+    looked: list[bool] = []
+    tell = _native.proved
+
+    def spy(device: int, what: tuple[int, int, int, bool], same: bool) -> None:
+        looked.extend([same] if what[3] else [])
+        tell(device, what, same)
+
+    monkeypatch.setattr(_native, "proved", spy)
+    _native.empty_cache()
+    watched = Watched(recomputing(high="28MiB", low="24MiB"), after=40)
+    steps(watched, count=46, width=264)
+    assert len(looked) > 3
+    assert all(looked)
+    assert any("addmm" in name for name in watched.seen)
+    assert not any("sum" in name for name in watched.seen)
 
 
 def test_a_weight_of_another_layout_is_another_proof(

@@ -1,0 +1,256 @@
+"""What is cheaper to make again than to move is dropped: step times beside the alternatives.
+
+    python benchmarks/recompute.py [--quick] [--simulated] [--only gpt,llama,vit] [--out FILE]
+
+For each model, in one process under the process allocator: plain steps; torch.utils.checkpoint on a
+quarter, half and all of the blocks; and at each budget, moving alone and `recompute=model`. Plain
+steps run before and after each, and every ratio is to the median of the two beside it. A variant of
+ours first runs until its plans were tried out; what that took is reported. Losses and gradients are
+compared with plain torch's, bit by bit, in steps with deterministic kernels of their own.
+
+Peaks are of what was occupied, by our own books, checkpointing too. Writes
+benchmarks/results/recompute.json; with --quick, without the variants that only move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from harness import RESULTS, Row, driver_version, print_rows, refuse_without_gpu, write_result
+from shapes import MODELS, TINY_GPT, Shape
+from source_hash import source_hash
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+
+GIB = 1 << 30
+# By model: budgets in GiB, and how much of plain torch's time a settled step may take there.
+BARS: dict[str, dict[float, float]] = {
+    "gpt": {13.0: 1.03, 11.8: 1.035, 11.1: 1.04},
+    "llama": {10.6: 1.05, 8.8: 1.09, 6.7: 1.14, 5.4: 1.22},
+    "vit": {12.9: 1.04, 8.8: 1.10, 4.4: 1.22},
+}
+CHECKPOINTS = (0.25, 0.5, 1.0)
+TRIED = 40  # steps, by which plans were tried out
+TIMED = 8
+BESIDE = 4  # plain steps, before and after
+
+
+class Bench:
+    """One model, and its steps."""
+
+    def __init__(self, kind: str, shape: Shape, simulated: bool) -> None:
+        import models
+        import torch
+
+        torch.manual_seed(0)
+        self._device = torch.device("cpu" if simulated else "cuda")
+        self.training = models.build(kind, shape, self._device)
+        self.plain = contextlib.nullcontext
+        for _ in range(3):
+            self.step(self.plain())
+        self.rest()
+        self.start, self.peak = self.peak_of(self.plain)
+        self._expected = self.bits(self.plain(), 1)[0]
+
+    def synchronize(self) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def rest(self) -> None:
+        """Give back what nobody uses, so that each variant begins alike."""
+        import torch
+
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def step(self, around: AbstractContextManager[Any]) -> float:
+        """Forward in ``around``, and backward, in ms."""
+        self.training.zero_grad()
+        self.synchronize()
+        began = time.perf_counter()
+        with around:
+            loss = self.training.loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+    def peak_of(self, around: Callable[[], AbstractContextManager[Any]]) -> tuple[int, int]:
+        """Bytes occupied when a step begins, and at most."""
+        import stagehand_alloc
+
+        self.training.zero_grad()
+        self.synchronize()
+        stagehand_alloc.reset_peak_stats()
+        start = stagehand_alloc.stats().occupied
+        self.step(around())
+        return start, stagehand_alloc.stats().occupied_peak
+
+    def bits(self, around: AbstractContextManager[Any], count: int) -> list[str]:
+        """A digest of the gradients of each of some steps with deterministic kernels."""
+        import torch
+        from digest import digest
+
+        torch.use_deterministic_algorithms(True)
+        deterministic: Any = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False
+        found = []
+        for _ in range(count):
+            self.step(around)
+            parameters = self.training.model.parameters()
+            found.append(digest(p.grad for p in parameters if p.grad is not None))
+        torch.use_deterministic_algorithms(False)
+        return found
+
+    def beside(self, measure: Callable[[], list[float]]) -> tuple[list[float], float]:
+        """Times of a variant, and the median of the plain steps before and after it."""
+
+        def plainly() -> list[float]:
+            self.rest()
+            self.step(self.plain())
+            return [self.step(self.plain()) for _ in range(BESIDE)]
+
+        before = plainly()
+        times = measure()
+        return times, statistics.median(before + plainly())
+
+    def checkpointed(self, share: float) -> dict[str, Any]:
+        from models import Checkpointed
+
+        def around() -> Checkpointed:
+            return Checkpointed(self.training.blocks, share)
+
+        def measure() -> list[float]:
+            self.step(around())
+            return [self.step(around()) for _ in range(TIMED)]
+
+        times, plain = self.beside(measure)
+        _, peak = self.peak_of(around)
+        return {"share": share, "peak_gib": peak / GIB, "ratio": statistics.median(times) / plain}
+
+    def ours(self, high: int, recompute: bool, steps: int) -> dict[str, Any]:
+        import stagehand_alloc
+
+        again = self.training.model if recompute else False
+        pool = stagehand_alloc.pool(high=high, recompute=again)
+        tried: list[float] = []
+        gained = []
+
+        def measure() -> list[float]:
+            self.rest()
+            tried.extend(self.step(pool) for _ in range(steps))
+            before = stagehand_alloc.stats()
+            times = [self.step(pool) for _ in range(TIMED)]
+            gained.append(stagehand_alloc.stats().since(before))
+            return times
+
+        times, plain = self.beside(measure)
+        found = gained[0]
+        bits = self.bits(pool, 3)
+        return {
+            "high_gib": high / GIB,
+            "recompute": recompute,
+            "ratio": statistics.median(times) / plain,
+            "plain_ms": plain,
+            "first": tried[0] / plain,
+            "tried": [round(ms / plain, 3) for ms in tried],
+            "dropped_gib": found.dropped_bytes / TIMED / GIB,
+            "evicted_gib": found.evicted_bytes / TIMED / GIB,
+            "reruns": found.reruns / TIMED,
+            "over_bytes": found.overshoot_bytes,
+            "late_restores": found.prefetch_lates / TIMED,
+            "map_calls": found.map_calls / TIMED,
+            "bitwise": all(one == self._expected for one in bits),
+        }
+
+
+def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    simulated = options.simulated
+    bench = Bench(*(("gpt", TINY_GPT) if simulated else MODELS[name]), simulated)
+    result: dict[str, Any] = {"start_gib": bench.start / GIB, "peak_gib": bench.peak / GIB}
+    result["checkpointed"] = [bench.checkpointed(share) for share in CHECKPOINTS]
+    highs = [int(high * GIB) for high in BARS[name]]
+    if simulated:
+        highs = [bench.start + (bench.peak - bench.start) * 3 // 4]
+    ways = (True,) if options.quick else (False, True)
+    result["ours"] = [
+        bench.ours(high, way, (3 if simulated else TRIED) if way else 6)
+        for high in highs
+        for way in ways
+    ]
+    return result
+
+
+def claims(name: str, model: dict[str, Any]) -> list[Row]:
+    rows = [
+        Row(f"{name}: checkpoint {one['share']:.0%} of the blocks, {one['peak_gib']:.1f} GiB",
+            one["ratio"])
+        for one in model["checkpointed"]
+    ]  # fmt: skip
+    for one, bar in zip(
+        (one for one in model["ours"] if one["recompute"]), BARS[name].values(), strict=False
+    ):
+        at = f"{name}: {one['high_gib']:.1f} GiB"
+        rows += [
+            Row(f"{at}, settled", one["ratio"], at_most=bar),
+            Row(f"{at}, first step", one["first"]),
+            Row(f"{at}, bytes over high", one["over_bytes"], at_most=0),
+            Row(f"{at}, bitwise", float(one["bitwise"]), at_least=1),
+        ]
+    for one in (one for one in model["ours"] if not one["recompute"]):
+        rows.append(Row(f"{name}: {one['high_gib']:.1f} GiB, moving alone", one["ratio"]))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="without what only moves")
+    parser.add_argument("--simulated", action="store_true", help="a tiny model, no GPU")
+    parser.add_argument("--only", default=",".join(BARS), help="models")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "recompute.json")
+    options = parser.parse_args(argv)
+    refuse_without_gpu("recompute.py", options.simulated)
+    import torch
+
+    import stagehand_alloc
+
+    with contextlib.ExitStack() as stack:
+        if options.simulated:
+            from stagehand_alloc import testing
+
+            stack.enter_context(testing.simulated_gpu(memory="1GiB", seed=1))
+        else:
+            torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it has no deterministic kernels
+        device = "simulated" if options.simulated else torch.cuda.get_device_name()
+        result: dict[str, Any] = {
+            "device": device,
+            "driver": driver_version(),
+            "torch": torch.__version__,
+            "sources": source_hash(),
+            "models": {},
+        }
+        for name in options.only.split(","):
+            model = run_model(name, options)
+            rows = claims(name, model)
+            print_rows(rows)
+            result["models"][name] = {**model, "rows": [row.as_dict() for row in rows]}
+            write_result(options.out, result)  # after each: the next may not end
+            gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
