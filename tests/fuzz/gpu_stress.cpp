@@ -151,10 +151,10 @@ std::string stress(const driver::Table& table, int device, driver::Context conte
   do {
     GpuContents contents(table);
     // Programs for a small device keep more blocks apart in the same time; every other one is for
-    // much of what there is.
+    // all there is.
     Setup setup;
     setup.seed = seed;
-    setup.memory = seed % 2 == 0 ? runtime->device_bytes() / 3 : Bytes{2} << 30;
+    setup.memory = seed % 2 == 0 ? runtime->device_bytes() / 2 : Bytes{2} << 30;
     setup.high = setup.memory / 2 >> seed % 3;
     setup.check_every = 1;
     HeapStore store({runtime});

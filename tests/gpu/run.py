@@ -4,8 +4,7 @@
 
 A test passes only if its process also ends with exit code 0: a crash at interpreter shutdown is a
 failure. Tests in files named test_alone_* run one at a time, without others on the GPU: where there
-are two, on the second, which no other uses once test_devices.py is through. Those in files named
-test_together_* come last, beside each other only. What a test measured
+are two, on the second, which no other uses once test_devices.py is through. What a test measured
 (record_property) is printed and recorded beside its outcome. The record,
 benchmarks/results/gpu-tests.json, names the sources it was made of (benchmarks/source_hash.py); a
 selection with -k writes none unless told where.
@@ -81,7 +80,8 @@ def nth_gpu(visible: str | None, gpu: int) -> str:
 
 
 def pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
+    # -s: what a crashed process has said is not lost with it.
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", *arguments]
 
 
 def collect(expression: str | None) -> list[str]:
@@ -162,8 +162,7 @@ def show(outcome: Outcome) -> None:
 def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome]:
     alone = [test for test in tests if file_of(test).startswith("test_alone_")]
     on_all = [test for test in tests if file_of(test).startswith("test_devices")]
-    together = [test for test in tests if file_of(test).startswith("test_together_")]
-    others = [test for test in tests if test not in [*alone, *on_all, *together]]
+    others = [test for test in tests if test not in alone and test not in on_all]
     first, last = (0, 1) if gpus > 1 else (None, None)
     outcomes = []
 
@@ -178,7 +177,6 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
         show_all(on_all_running if gpus > 1 else [*on_all_running, *running])
         running += [one.submit(run_one, test, shared, last) for test in alone]
         show_all(running if gpus > 1 else running[len(others) :])
-        show_all([threads.submit(run_one, test, shared, last) for test in together])
     return outcomes
 
 
