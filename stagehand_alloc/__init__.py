@@ -34,6 +34,7 @@ from stagehand_alloc._errors import SimulatorError as SimulatorError
 from stagehand_alloc._errors import SizeError as SizeError
 from stagehand_alloc._errors import StagehandError as StagehandError
 from stagehand_alloc._errors import TelemetryError as TelemetryError
+from stagehand_alloc._errors import TorchTooOldError as TorchTooOldError
 from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
 from stagehand_alloc._hooks import SavedTensorInfo as SavedTensorInfo
 from stagehand_alloc._install import allocator as allocator

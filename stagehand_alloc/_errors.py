@@ -63,6 +63,10 @@ class NoCudaBuildError(InstallError):
     """This torch was built without CUDA."""
 
 
+class TorchTooOldError(StagehandError, RuntimeError):
+    """torch is older than 2.11."""
+
+
 class ModeError(StagehandError, RuntimeError):
     """The way in that ``pool()`` was asked for is not there."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from stagehand_alloc._errors import (
     AlreadyInstalledError,
     InstallError,
     NoCudaBuildError,
+    TorchTooOldError,
 )
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ TWO_LINES = (
     "import torch, stagehand_alloc\n"
     "torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())"
 )
+
+OLDEST_TORCH = (2, 11)  # the first with tensors that are exchanged without a capsule
 
 # torch's setter, and the entry point it takes.
 _SETTERS = {
@@ -43,12 +47,14 @@ def allocator() -> _CUDAAllocator:
     """The process allocator, for ``torch.cuda.memory.change_current_allocator``.
 
     Call it before anything initialises CUDA. Loads the CUDA driver; allocates nothing.
-    Raises NoCudaBuildError, AlreadyInstalledError, AllocatorTooLateError, or a DriverError.
+    Raises NoCudaBuildError, AlreadyInstalledError, AllocatorTooLateError, TorchTooOldError, or a
+    DriverError.
     """
     import torch
 
     global _ours, _wrapped
     with _lock:
+        require_torch(torch)
         _check_installable(torch)
         if _wrapped is None:
             _driver.start()
@@ -58,6 +64,18 @@ def allocator() -> _CUDAAllocator:
             _wrapped = torch.cuda.memory._CUDAAllocator(_ours)
             _replace_statistics(torch)
         return _wrapped
+
+
+def require_torch(torch: Any) -> None:
+    """Raises TorchTooOldError for one that has no way in for us."""
+    version = str(torch.__version__)
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        raise TorchTooOldError(
+            f"This torch is {version}; stagehand_alloc needs {'.'.join(map(str, OLDEST_TORCH))} or "
+            "later.",
+            "Install a newer torch, or leave out stagehand_alloc.pool().",
+        )
 
 
 def is_installed() -> bool:

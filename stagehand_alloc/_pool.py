@@ -164,9 +164,15 @@ class Pool:
         )
 
     def __enter__(self) -> Pool:
-        """Arm the budget. Raises ModeError, NestedPoolError, PoolThreadError, or SizeError."""
+        """Arm the budget.
+
+        Raises ModeError, NestedPoolError, PoolThreadError, SizeError, or TorchTooOldError.
+        """
         if not self._config.enabled:
             return self
+        import torch
+
+        _install.require_torch(torch)
         lasts = _taken_exit(self)
         _driver.check_process()
         mode = _modes.resolve(self._mode_asked)

@@ -129,6 +129,20 @@ def test_a_torch_without_cuda_is_named() -> None:
     assert "simulated_gpu" in two_lines(caught.value)
 
 
+@pytest.mark.parametrize("version", ["2.10.1+cu128", "1.13.0"])
+def test_a_torch_that_is_too_old_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    for enter in (stagehand_alloc.pool().__enter__, stagehand_alloc.allocator):
+        with pytest.raises(stagehand_alloc.TorchTooOldError, match=r"needs 2\.11") as caught:
+            enter()
+        assert version in two_lines(caught.value)
+
+
+@pytest.mark.parametrize("version", ["2.11.0a0+nv25.3", "2.13.0+cpu", "3.0"])
+def test_a_preview_of_the_oldest_torch_is_new_enough(version: str) -> None:
+    _install.require_torch(SimpleNamespace(__version__=version))
+
+
 class FakeTorch(SimpleNamespace):
     """As much of a CUDA torch as `allocator` looks at before it builds anything."""
 
