@@ -202,6 +202,19 @@ bool keep(int device, std::uintptr_t address) {
   return runtime != nullptr && runtime->keep(address);
 }
 
+// For the cycle collector: a predicate often belongs to whoever holds the pool.
+PyType_Slot hooks_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(+[](PyObject* self, visitproc visit, void* arg) {
+       Py_VISIT(Py_TYPE(self));
+       return nb::inst_ready(self) ? nb::inst_ptr<Hooks>(self)->visit(visit, arg) : 0;
+     })},
+    {Py_tp_clear, reinterpret_cast<void*>(+[](PyObject* self) {
+       nb::inst_ptr<Hooks>(self)->clear();
+       return 0;
+     })},
+    {0, nullptr},
+};
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -273,7 +286,7 @@ NB_MODULE(_native, module) {
   module.def("keep", &keep, "device"_a, "address"_a);
 
   nb::class_<Handle>(module, "Handle");
-  nb::class_<Hooks>(module, "Hooks")
+  nb::class_<Hooks>(module, "Hooks", nb::type_slots(hooks_slots))
       .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
            "keep"_a = nb::none(), "proof"_a = nb::none())
       .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false)

@@ -142,6 +142,19 @@ Hooks::Hooks(int device, nb::object modified, nb::object keep, nb::object proof)
   TorchApi::get();
 }
 
+int Hooks::visit(visitproc visit, void* arg) const {
+  for (const nb::object* one : {&modified_, &keep_, &proof_}) {
+    Py_VISIT(one->ptr());
+  }
+  return 0;
+}
+
+void Hooks::clear() {
+  for (nb::object* one : {&modified_, &keep_, &proof_}) {
+    *one = nb::none();  // not null: who is torn down with it may call it yet
+  }
+}
+
 void Hooks::begin_step(bool recompute, bool sharded) {
   order_ = 0;
   leaf_ = 0;

@@ -81,6 +81,9 @@ class Hooks {
   Handle pack(nb::handle tensor);
   nb::object unpack(const Handle& handle);
   nb::dict passed_through() const;
+  // What it holds of Python, for the cycle collector; and lets go of it, when nobody can call it.
+  int visit(visitproc visit, void* arg) const;
+  void clear();
   // Gives a dropped record the storage of a tensor that was made again, whose first element is
   // `offset` bytes into it. False: that is not such as records are of, and is left alone.
   bool refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, core::Bytes offset);
@@ -103,9 +106,9 @@ class Hooks {
   [[noreturn]] static void raise_failed(const Handle& handle, core::Status status);
 
   const int device_;
-  const nb::object modified_;
-  const nb::object keep_;  // predicate, or None
-  const nb::object proof_;
+  nb::object modified_;
+  nb::object keep_;  // predicate, or None
+  nb::object proof_;
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
   std::uint64_t leaf_ = 0;  // Recipe::leaf_of the last one saved in this step

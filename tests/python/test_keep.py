@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +234,27 @@ def test_a_recomputed_module_has_the_name_it_has_in_its_root() -> None:
         model(activation())
         model.blocks[1](activation())
     assert watching.told[-1].module == "blocks.1"
+
+
+class Owner:
+    """As a trainer: it has a pool that asks it."""
+
+    def __init__(self) -> None:
+        self.pool = stagehand_alloc.pool(keep=self.rule)
+
+    def rule(self, info: SavedTensorInfo) -> bool:
+        return info.order > 1000
+
+
+def test_a_pool_whose_owner_is_its_predicate_goes_with_it() -> None:
+    owner = Owner()
+    with owner.pool:
+        loss = activation().sin().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gone = weakref.ref(owner)
+    del owner, loss
+    gc.collect()
+    assert gone() is None
 
 
 def test_another_root_has_names_of_its_own() -> None:
