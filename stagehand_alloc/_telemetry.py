@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -76,6 +77,9 @@ class Writer:
         }
         line = step_fields(self._step, found, passed)
         line["wall_time_ms"] = round((time.perf_counter() - began) * 1e3, 3)
+        line["time"] = round(time.time(), 3)
+        line["rank"] = _rank()
+        line["pid"] = self._pid
         self._write(json.dumps(line) + "\n")
 
     def close(self) -> None:
@@ -99,6 +103,12 @@ class Writer:
                 "Training goes on.",
                 stacklevel=4,
             )
+
+
+def _rank() -> int:
+    """As torchrun and most launchers say; 0 without one."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdigit() else 0
 
 
 def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> dict[str, Any]:
@@ -144,6 +154,11 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "pinned_waste_bytes": found.pinned_waste_bytes,
         "proposed_classes_mb": list(found.proposed_classes_mb),
         "proposed_slabs_per_class": list(found.proposed_slabs_per_class),
+        "drops": found.drops,
+        "dropped_bytes": found.dropped_bytes,
+        "recomputes": found.recomputes,
+        "recomputed_bytes": found.recomputed_bytes,
+        "reruns": found.reruns,
     }
 
 
@@ -176,13 +191,21 @@ atexit.register(close)
 
 
 def read_steps(path: str | Path) -> list[dict[str, Any]]:
-    """The steps of the last run in a file; a run begins at step 1. Raises TelemetryError."""
-    steps: list[dict[str, Any]] = []
+    """The steps of the last run in a file, of each rank and device. Raises TelemetryError.
+
+    Of each, a run begins at step 1.
+    """
+    runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in _lines(Path(path)):
+        run = runs.setdefault(_source(line), [])
         if line["step"] == 1:
-            steps.clear()
-        steps.append(line)
-    return steps
+            run.clear()
+        run.append(line)
+    return [line for _, run in sorted(runs.items()) for line in run]
+
+
+def _source(line: dict[str, Any]) -> tuple[int, int]:
+    return int(line.get("rank", 0)), int(line.get("device", 0))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -235,7 +258,17 @@ def _is_number(value: object) -> bool:
 
 
 def report(steps: list[dict[str, Any]], rows: int = 12) -> str:
-    """A short table: the first and last steps, and a line of totals."""
+    """A short table: the first and last steps, and a line of totals; of each rank and device."""
+    runs = {source: list(run) for source, run in itertools.groupby(steps, _source)}
+    if len(runs) <= 1:
+        return _report_of_one(steps, rows)
+    return "\n\n".join(
+        f"rank {rank}, device {device}\n{_report_of_one(run, rows)}"
+        for (rank, device), run in runs.items()
+    )
+
+
+def _report_of_one(steps: list[dict[str, Any]], rows: int) -> str:
     columns = (
         ("step", "step", 1),
         ("peak MiB", "vram_peak_mb", 1),
@@ -244,6 +277,7 @@ def report(steps: list[dict[str, Any]], rows: int = 12) -> str:
         ("spill MiB", "spill_bytes", MIB),
         ("restored", "activations_restored", 1),
         ("restore MiB", "restore_bytes", MIB),
+        ("dropped MiB", "dropped_bytes", MIB),
         ("stall ms", "stall_time_ms", 1),
         ("over high MiB", "overshoot_bytes", MIB),
         ("host waits", "host_waits", 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,34 @@ def test_the_report_is_of_the_last_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "30 steps: peak 7.0 MiB, spilled 90.0 MiB" in printed
     assert "... 18 more steps ..." in printed
     assert "900" not in printed
+
+
+def test_ranks_and_devices_in_one_file_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {**fields(step=n, device=device, evicted_bytes=(1 + device + rank) * MIB), "rank": rank}
+        for n in (1, 2)
+        for rank in (0, 1)
+        for device in (0, 1)
+    ]
+    path = write(tmp_path / "steps.jsonl", rows)
+    assert len(_telemetry.read_steps(path)) == 8
+    assert main(["report", str(path)]) == 0
+    printed = capsys.readouterr().out
+    for rank, device, spilled in ((0, 0, 2), (0, 1, 4), (1, 0, 4), (1, 1, 6)):
+        part = printed.split(f"rank {rank}, device {device}\n")[1].split("\n\nrank")[0]
+        assert f"2 steps: peak 0.0 MiB, spilled {spilled}.0 MiB" in part
+
+
+def test_a_line_says_of_which_rank_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    writer = _telemetry.Writer(tmp_path / "steps.jsonl", 0)
+    writer.begin_step(dict)
+    writer.close()
+    (line,) = _telemetry.read_steps(tmp_path / "steps.jsonl")
+    assert (line["rank"], line["device"], line["pid"]) == (3, 0, os.getpid())
+    assert line["drops"] == line["dropped_bytes"] == line["reruns"] == 0
 
 
 def test_a_line_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
