@@ -26,16 +26,19 @@ FIRST_SHARE = 32  # of a device's memory is pinned from the start, where nothing
 LEAST_RATE = 10 * 1000**2  # per second: below it a step takes minutes, and looks as if it hung
 
 Size: TypeAlias = int | float | str
-"""Bytes, a text with a unit ("20GiB", "20GB"), or a fraction of device memory in (0, 1]."""
+"""Bytes, a text with a unit ("20GiB", "20GB"), or a fraction of device memory: 0.8, "80%"."""
 
 _UNITS = {
     "b": 1,
     **{f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)},
-    **{f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)},
+    **{f"{p}i{b}": 1024**n for n, p in enumerate("kmgt", 1) for b in ("b", "")},
 }
 _LONGEST_TEXT = 64  # of a size: Python itself refuses numbers of thousands of digits
-_SIZE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
-_HOW_TO_SIZE = 'Write bytes (an int), a text like "20GiB" or "512MB", or a fraction in (0, 1].'
+_LEAST_NUMBER = 1024  # bytes without a unit: fewer are meant as something else
+_SIZE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
+_HOW_TO_SIZE = (
+    'Write bytes (an int), a text like "20GiB" or "512MB", or a fraction in (0, 1] or "80%".'
+)
 _HOW_TO_BYTES = 'Write bytes (an int), or a text like "20GiB" or "512MB".'
 
 
@@ -62,16 +65,31 @@ def parse_size(value: Size, total: int | None = None, name: str = "size") -> int
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise SizeError(f"{name}={shown(value)} is a {type(value).__name__}, not a size.", how)
     if isinstance(value, str):
-        return _parse_text(value, name, how)
+        share = _share_of(value)
+        return _parse_text(value, name, how) if share is None else _part(share, total, name, how)
     if isinstance(value, float):
-        if total is None:
-            raise SizeError(f"{name}={value!r} is a fraction, of nothing known.", how)
-        if not 0.0 < value <= 1.0:
-            raise SizeError(f"{name}={value!r}: a fraction must be in (0, 1].", how)
-        return max(1, int(value * total))
+        return _part(value, total, name, how)
     if value <= 0:
         raise SizeError(f"{name}={shown(value)} bytes: a size must be positive.", how)
+    if total is not None and value < _LEAST_NUMBER:
+        raise SizeError(
+            f"{name}={value} is {value} bytes.",
+            f'The whole device is 1.0, a part of it 0.8 or "80%"; and "{value}GiB" has a unit.',
+        )
     return value
+
+
+def _share_of(text: str) -> float | None:
+    match = _SIZE_TEXT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
+    return float(match[1]) / 100 if match and match[2] == "%" else None
+
+
+def _part(share: float, total: int | None, name: str, how: str) -> int:
+    if total is None:
+        raise SizeError(f"{name}={share!r} is a fraction, of nothing known.", how)
+    if not 0.0 < share <= 1.0:
+        raise SizeError(f"{name}={share!r}: a fraction must be in (0, 1].", how)
+    return max(1, int(share * total))
 
 
 def plain_number(value: Any) -> Any:

@@ -43,7 +43,7 @@ V0_FILE = {
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (1, 1),
+        (1024, 1024),
         (12345, 12345),
         ("20GiB", 20 * GIB),
         ("20GB", 20 * 10**9),
@@ -55,6 +55,9 @@ V0_FILE = {
         ("1TiB", 1 << 40),
         (1.0, TOTAL),
         (0.5, TOTAL // 2),
+        ("20Gi", 20 * GIB),
+        ("50%", TOTAL // 2),
+        (" 100 %", TOTAL),
     ],
 )
 def test_sizes_are_bytes_or_texts_or_fractions(value: Any, expected: int) -> None:
@@ -65,6 +68,7 @@ def test_sizes_are_bytes_or_texts_or_fractions(value: Any, expected: int) -> Non
     "value",
     [
         *(0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), True, None, [1], b"1GiB"),
+        *(1, 80, "0%", "101%", "%"),
         *("", "20", "GiB", "-1GiB", "20 XB", "1e3MB", "twenty GiB", "0GiB", "0.0001B"),
     ],
 )
@@ -76,8 +80,9 @@ def test_what_is_no_size_is_refused_and_named(value: Any) -> None:
 
 
 def test_a_fraction_of_nothing_known_is_refused() -> None:
-    with pytest.raises(SizeError, match="fraction"):
-        parse_size(0.5, None)
+    for value in (0.5, "50%"):
+        with pytest.raises(SizeError, match="fraction"):
+            parse_size(value, None)
 
 
 def test_default_budget_is_90_and_80_percent_of_the_device() -> None:
@@ -90,7 +95,7 @@ def test_default_budget_is_90_and_80_percent_of_the_device() -> None:
 def test_low_follows_high_where_only_high_is_given() -> None:
     assert resolve_budget("9GiB", None, None, TOTAL).low == 8 * GIB
     assert resolve_budget(1.0, None, None, TOTAL).low == int(0.8 * TOTAL)
-    assert resolve_budget(1, None, None, TOTAL).low == 1
+    assert resolve_budget("1B", None, None, TOTAL).low == 1
 
 
 def test_high_follows_limit_where_only_limit_is_given() -> None:
