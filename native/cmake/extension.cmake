@@ -24,7 +24,8 @@ endif()
 install(TARGETS _native LIBRARY DESTINATION stagehand_alloc)
 install(TARGETS stagehand_sim_libcuda LIBRARY DESTINATION stagehand_alloc/_sim)
 # What is built on the user's machine, against the torch that is there.
-install(FILES torch_hook/cpu_allocator.cpp torch_hook/recipes.cpp torch_hook/serving.hpp
+install(FILES torch_hook/cpu_allocator.cpp torch_hook/over_storage.hpp torch_hook/recipes.cpp
+              torch_hook/serving.hpp
               torch_hook/tensors.cpp torch_hook/trigger.cpp
         DESTINATION stagehand_alloc/torch_hook)
 install(FILES core/recipe_side.hpp core/tensor_side.hpp core/torch_side.hpp core/types.hpp
