@@ -5,8 +5,8 @@
 For each model, in one process under the process allocator: plain steps; torch.utils.checkpoint on a
 quarter, half and all of the blocks; and at each budget, moving alone and `recompute=model`. Plain
 steps run before and after each, and every ratio is to the median of the two beside it. A variant of
-ours first runs until its plans were tried out; what that took is reported. Losses and gradients are
-compared with plain torch's, bit by bit, in steps with deterministic kernels of their own.
+ours first runs until its plans were tried out; what that took is reported. Gradients are compared
+with plain torch's, bit by bit, in steps with deterministic kernels of their own.
 
 Peaks are of what was occupied, by our own books, checkpointing too. Writes
 benchmarks/results/recompute.json; with --quick, without the variants that only move.
@@ -27,12 +27,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from harness import RESULTS, Row, driver_version, print_rows, refuse_without_gpu, write_result
+from measures import GIB
 from shapes import MODELS, TINY_GPT, Shape
 from source_hash import source_hash
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
-GIB = 1 << 30
 # By model: budgets in GiB, and how much of plain torch's time a settled step may take there.
 BARS: dict[str, dict[float, float]] = {
     "gpt": {13.0: 1.03, 11.8: 1.035, 11.1: 1.04},
@@ -194,11 +194,10 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def claims(name: str, model: dict[str, Any]) -> list[Row]:
-    rows = [
-        Row(f"{name}: checkpoint {one['share']:.0%} of the blocks, {one['peak_gib']:.1f} GiB",
-            one["ratio"])
-        for one in model["checkpointed"]
-    ]  # fmt: skip
+    rows = []
+    for one in model["checkpointed"]:
+        what = f"checkpoint {one['share']:.0%} of the blocks, {one['peak_gib']:.1f} GiB"
+        rows.append(Row(f"{name}: {what}", one["ratio"]))
     for one, bar in zip(
         (one for one in model["ours"] if one["recompute"]), BARS[name].values(), strict=False
     ):

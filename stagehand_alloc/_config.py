@@ -65,8 +65,7 @@ def parse_size(value: Size, total: int | None = None, name: str = "size") -> int
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise SizeError(f"{name}={shown(value)} is a {type(value).__name__}, not a size.", how)
     if isinstance(value, str):
-        share = _share_of(value)
-        return _parse_text(value, name, how) if share is None else _part(share, total, name, how)
+        return _parse_text(value, total, name, how)
     if isinstance(value, float):
         return _part(value, total, name, how)
     if value <= 0:
@@ -77,11 +76,6 @@ def parse_size(value: Size, total: int | None = None, name: str = "size") -> int
             f'The whole device is 1.0, a part of it 0.8 or "80%"; and "{value}GiB" has a unit.',
         )
     return value
-
-
-def _share_of(text: str) -> float | None:
-    match = _SIZE_TEXT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
-    return float(match[1]) / 100 if match and match[2] == "%" else None
 
 
 def _part(share: float, total: int | None, name: str, how: str) -> int:
@@ -112,8 +106,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 
-def _parse_text(text: str, name: str, how: str) -> int:
+def _parse_text(text: str, total: int | None, name: str, how: str) -> int:
     match = _SIZE_TEXT.fullmatch(text) if len(text) <= _LONGEST_TEXT else None
+    if match is not None and match[2] == "%":
+        return _part(float(match[1]) / 100, total, name, how)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise SizeError(f"{name}={shown(text)} cannot be read as a size.", how)

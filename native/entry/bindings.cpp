@@ -299,8 +299,10 @@ NB_MODULE(_native, module) {
       .def("collect", [](nb::handle_t<Call> call) { Call::collect(call); })
       .def(
           "begin",
-          [](nb::handle_t<Call> call, nb::object node) { Call::begin(call, std::move(node)); },
-          "node"_a)
+          [](nb::handle_t<Call> call, nb::object sentinel) {
+            Call::begin(call, std::move(sentinel));
+          },
+          "sentinel"_a)
       .def("end", &Call::end)
       .def("capture", &Call::capture);
   nb::class_<Capture>(module, "Capture")

@@ -80,6 +80,17 @@ def plain(model: str, shared: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def both(
+    case: tuple[str, float, str], shared: pathlib.Path, folder: pathlib.Path, *options: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What plain torch finds, and what ours does inside the case's budget."""
+    mode, share, model = case
+    if model in NEEDS:
+        pytest.importorskip(NEEDS[model])
+    budget = ("--share", str(share), "--mode", mode)
+    return plain(model, shared), train(model, folder / "ours.json", *budget, *options)
+
+
 def compare(
     actual: dict[str, Any],
     expected: dict[str, Any],
@@ -130,11 +141,8 @@ def test_losses_and_every_gradient_equal_plain_torch_inside_the_budget(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    mode, share, model = case
-    if model in NEEDS:
-        pytest.importorskip(NEEDS[model])
-    expected = plain(model, shared)
-    actual = train(model, tmp_path / "ours.json", "--share", str(share), "--mode", mode)
+    mode, _, model = case
+    expected, actual = both(case, shared, tmp_path)
     compare(actual, expected, record_property)
     assert actual["mode"] == mode
     assert actual["trigger"] == ("not needed" if mode == "allocator" else "loaded")
@@ -149,12 +157,7 @@ def test_what_is_made_again_gives_every_loss_and_gradient_of_plain_torch(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    mode, share, model = case
-    if model in NEEDS:
-        pytest.importorskip(NEEDS[model])
-    expected = plain(model, shared)
-    options = ("--share", str(share), "--mode", mode, "--recompute")
-    actual = train(model, tmp_path / "ours.json", *options)
+    expected, actual = both(case, shared, tmp_path, "--recompute")
     for name in ("high", "over_by_step", "evicted_bytes", "drops", "recomputes", "reruns"):
         record_property(name, actual[name])
     compare_bits(actual, expected)

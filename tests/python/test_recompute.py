@@ -111,13 +111,13 @@ def steps(
     return found
 
 
-def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What proofs come to, as they do."""
+def told(monkeypatch: pytest.MonkeyPatch, *, again: bool = False) -> list[bool]:
+    """What proofs come to, as they do; `again`: those alone of what was proven before."""
     proofs: list[bool] = []
     tell = _native.proved
 
     def spy(device: int, what: tuple[int, int, int, bool], same: bool) -> None:
-        proofs.append(same)
+        proofs.extend([same] if what[3] or not again else [])
         tell(device, what, same)
 
     monkeypatch.setattr(_native, "proved", spy)
@@ -317,14 +317,7 @@ def test_modes_of_others_do_not_see_what_is_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch's selective checkpoint counts the ops of forward, and of the run that repeats it."""
-    looked: list[bool] = []
-    tell = _native.proved
-
-    def spy(device: int, what: tuple[int, int, int, bool], same: bool) -> None:
-        looked.extend([same] if what[3] else [])
-        tell(device, what, same)
-
-    monkeypatch.setattr(_native, "proved", spy)
+    looked = told(monkeypatch, again=True)
     _native.empty_cache()
     watched = Watched(recomputing(high="28MiB", low="24MiB"), after=40)
     steps(watched, count=46, width=264)
