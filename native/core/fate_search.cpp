@@ -7,6 +7,24 @@ namespace stagehand::core {
 
 namespace {
 
+// From when on nearly all of it is retained: autocast holds the weights it has cast, a small part
+// of what a call makes, until forward ends.
+std::size_t mostly_retained(const Grid& grid, const Droppable& item) {
+  constexpr double kRest = 1.0 / 8;
+  std::vector<std::uint32_t> order = item.records;
+  std::sort(order.begin(), order.end(), [&](auto a, auto b) {
+    return std::pair(grid.records[b].retained, b) < std::pair(grid.records[a].retained, a);
+  });
+  double rest = item.bytes * kRest;
+  for (const std::uint32_t i : order) {
+    rest -= grid.records[i].bytes;
+    if (rest < 0) {
+      return grid.records[i].retained;
+    }
+  }
+  return 0;
+}
+
 // Of one call's records, sorted by how far it has to run for them.
 void add_call(const Grid& grid, const std::vector<std::uint32_t>& all,
               std::vector<Droppable>* items) {
@@ -33,8 +51,8 @@ void add_call(const Grid& grid, const std::vector<std::uint32_t>& all,
     for (; k < end; ++k) {
       item.records.push_back(all[k]);
       item.bytes += grid.records[all[k]].bytes;
-      item.retained = std::max(item.retained, grid.records[all[k]].retained);
     }
+    item.retained = mostly_retained(grid, item);
     before = ns(end - 1);
     items->push_back(std::move(item));
   }

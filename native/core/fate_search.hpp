@@ -15,7 +15,7 @@ struct Droppable {
   std::vector<std::uint32_t> records;
   double ns = 0;  // beside what is dropped of the call before it
   double bytes = 0;
-  std::size_t retained = 0;  // buckets: all of it from then on
+  std::size_t retained = 0;  // buckets: nearly all of it from then on
   std::size_t used = 0;      // it is back from then on
 };
 

@@ -77,6 +77,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.by_call = from.made;
   entry.call = from.call;
   entry.op = from.op;
+  entry.region = from.region;
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
   entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
@@ -239,11 +240,15 @@ void Plan::occupied(Bytes bytes) {
 }
 
 bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
-  if (!follows() || now_->kin || now_->trace->timed >= Trace::kTimed) {
+  if (!follows() || now_->kin) {
     return false;
   }
-  *trace = now_->trace->id;
-  *moments = now_->trace->full.size() - 1;
+  const Trace& trace_now = *now_->trace;
+  if (trace_now.timed >= Trace::kTimed && !trace_now.watch.due(serial_)) {
+    return false;
+  }
+  *trace = trace_now.id;
+  *moments = trace_now.full.size() - 1;
   return true;
 }
 
@@ -254,11 +259,10 @@ void Plan::timed(std::uint32_t id, const StepTimes& times) {
     return;
   }
   Trace& trace = **found;
-  const std::vector<Fate> was = trace.fates();
-  if (trace.measured(times, rates_)) {
+  if (trace.measured(times, rates_, serial_)) {
     ++version_;
   }
-  other_plan_ |= trace.far_from_free() && trace.fates() != was;
+  other_plan_ |= std::exchange(trace.begins_plan, false) && trace.far_from_free();
 }
 
 void Plan::requested(Bytes largest) {
@@ -343,6 +347,7 @@ void Plan::learn(Step& step) {
     // With what can be made again only now, it is to be measured and planned anew.
     trace->timed = more_recipes ? 0 : (*same)->timed;
     trace->trials = more_recipes ? Trials{} : std::move((*same)->trials);
+    trace->watch = (*same)->watch;
     if (trace->full.size() == (*same)->full.size()) {
       trace->at_ns = (*same)->at_ns;
       trace->rates = (*same)->rates;

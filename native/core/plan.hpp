@@ -115,8 +115,10 @@ class Plan {
   // Whether the last steps, more than there are traces of, were all of sizes not seen before.
   bool varies() const { return varied_ > kTraces; }
   PlanState state() const;
-  // What the newest kind of step plans for its records, by what made them; for people.
+  // What the newest kind of step plans for its records, by the regions that they were saved in and
+  // what made them; for people.
   struct ByOp {
+    const char* region = nullptr;
     const char* op = nullptr;
     std::size_t records = 0;
     Bytes stays = 0;

@@ -7,16 +7,23 @@
 
 namespace stagehand::core {
 
-void StepClock::step_began(Plan& plan) {
+bool StepClock::tell(Plan& plan) {
   measuring_ = false;
   if (marks_.size() > 1) {
     StepTimes times;
     if (!read(&times)) {
-      return;  // the GPU is not there yet
+      return false;
     }
     plan.timed(of_, times);
   }
   marks_.clear();
+  return true;
+}
+
+void StepClock::step_began(Plan& plan) {
+  if (!tell(plan)) {
+    return;
+  }
   std::size_t moments = 0;
   if (plan.wants_times(&of_, &moments)) {
     measuring_ = true;

@@ -20,7 +20,9 @@ class StepClock {
  public:
   explicit StepClock(Gate& gate) : gate_(gate) {}
 
-  // A step began: what was measured goes to the plan, which says whether to measure this one.
+  // A step is over: what was measured goes to the plan. False: the GPU is not there yet.
+  bool tell(Plan& plan);
+  // A step began: likewise; and the plan says whether to measure this one.
   void step_began(Plan& plan);
   // Whether the moment of this number is to be noted; on a stream that is not captured.
   bool due(std::size_t number) const { return measuring_ && number >= due_; }

@@ -123,10 +123,16 @@ KnownStep Trace::known(std::vector<KnownRecord>* records) const {
 }
 
 // Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
-bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
+bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32_t step) {
   const std::size_t moments = full.size();
   if (times.points.size() < 2 || times.points.back().moment + 1 != moments) {
     return false;  // it went another way
+  }
+  if (timed >= kTimed) {
+    if (!watch.moved(times, step)) {
+      return false;
+    }
+    forget_times();
   }
   std::vector<std::uint64_t> at(moments, 0);
   for (std::size_t i = 1; i < times.points.size(); ++i) {
@@ -166,6 +172,15 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates) {
     expect();
   }
   return true;
+}
+
+void Trace::forget_times() {
+  at_ns.clear();
+  for (Entry& entry : entries) {
+    entry.again_ns = entry.rerun_ns = 0;
+  }
+  timed = 0;
+  trials = Trials{};
 }
 
 std::vector<Fate> Trace::fates() const {
@@ -239,13 +254,19 @@ void Trace::try_another() {
       }
     }
   }
-  const bool known_best = chosen == trials.best();
-  if (timed >= kTimedAtLeast && (known_best || !trials.more())) {
+  const bool no_more = chosen == trials.best() || !trials.more();
+  if ((timed >= kTimedAtLeast && no_more) || timed + 1 >= kTimed) {
     chosen = trials.best();
-    timed = kTimed;
+    if (trials.sure_of_best() || timed + 1 >= kTimed) {
+      timed = kTimed;
+    }
   }
-  if (chosen != was) {
-    use(chosen);
+  if (chosen == was) {
+    return;
+  }
+  use(chosen);
+  if (!trials.in_use(chosen)) {
+    begins_plan = true;
     trials.begin(std::move(chosen));
   }
 }

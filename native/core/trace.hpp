@@ -6,6 +6,7 @@
 #include "core/planner.hpp"
 #include "core/trials.hpp"
 #include "core/types.hpp"
+#include "core/watch.hpp"
 
 namespace stagehand::core {
 
@@ -18,7 +19,8 @@ struct Trace {
   struct Entry {
     Bytes block_bytes = 0;
     RecordId record;
-    const char* op = nullptr;  // Origin::op
+    const char* op = nullptr;  // Origin's
+    const char* region = nullptr;
     bool evicted = false;
     bool dropped = false;        // without a copy
     std::uint32_t kind = 0;      // Made::kind
@@ -65,6 +67,8 @@ struct Trace {
   LaneRates rates;
   int timed = 0;  // steps; kTimed: no more of them need be
   Trials trials;
+  Watch watch;
+  bool begins_plan = false;    // another one than the steps before had, and what they made of it
   std::vector<Fate> ran{};     // the plan that the newest such step had; empty without one
   bool planned = false;        // the planner chose what leaves
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
@@ -78,9 +82,12 @@ struct Trace {
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 
-  static constexpr int kTimed = 32;
-  // One such step was measured: chooses by all that were. False: it went another way.
-  bool measured(const StepTimes& times, LaneRates& known_rates);
+  static constexpr int kTimed = 64;
+  // One such step was measured: chooses by all that were; once that is settled only where what it
+  // costs has moved. False: nothing changed.
+  bool measured(const StepTimes& times, LaneRates& known_rates, std::uint32_t step);
+  // All is to be measured and planned anew.
+  void forget_times();
   // What leaves, by the planner; where something can be dropped, by what took the least of all that
   // was tried.
   void choose();

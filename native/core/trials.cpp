@@ -10,11 +10,25 @@ constexpr std::uint64_t kNoise = 128;  // a step that is longer by less than one
 constexpr std::uint64_t kWorse = 4;    // not worth another step: longer by one part
 constexpr int kSettled = 2;            // steps, of which the first pays for the change
 constexpr int kLongest = 6;
-constexpr Bytes kAlike = 16;  // plans differ where one part of what leaves does
+constexpr std::size_t kNewest = 4;  // steps count
+constexpr Bytes kAlike = 16;        // plans differ where one part of what leaves does
 }  // namespace
 
+// What two steps did: one alone may have been lucky.
+std::uint64_t Trials::Tried::takes() const {
+  std::vector<std::uint64_t> sorted = ns;
+  std::sort(sorted.begin(), sorted.end());
+  return sorted.empty() ? ~std::uint64_t{0} : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
+}
+
 void Trials::begin(std::vector<Fate> plan) {
-  plans_.push_back(std::move(plan));
+  const auto same =
+      std::find_if(all_.begin(), all_.end(), [&](const Tried& one) { return one.plan == plan; });
+  now_ = static_cast<std::size_t>(same - all_.begin());
+  returns_ += same != all_.end() ? 1 : 0;
+  if (same == all_.end()) {
+    all_.push_back({std::move(plan), {}});
+  }
   steps_ = 0;
   last_ns_ = 0;
 }
@@ -24,34 +38,65 @@ bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns) {
   if (++steps_ < kSettled) {
     return false;
   }
-  const std::uint64_t before = std::exchange(last_ns_, ns);
-  if (best_ns_ == 0 || ns < best_ns_) {
-    best_ = plan;
-    best_ns_ = ns;
+  const bool first = all_.empty();  // it is to be replaced at once
+  if (first) {
+    all_.push_back({plan, {}});
   }
+  Tried& now = all_[now_];
+  if (now.ns.empty() || ns <= *std::min_element(now.ns.begin(), now.ns.end())) {
+    now.plan = plan;
+  }
+  if (now.ns.size() == kNewest) {
+    now.ns.erase(now.ns.begin());
+  }
+  now.ns.push_back(ns);
+  const std::uint64_t before = std::exchange(last_ns_, ns);
   const bool gains = before == 0 || ns + before / kNoise < before;
-  const bool first = plans_.empty();  // it is to be replaced at once
-  return first || !gains || steps_ >= kLongest || ns > best_ns_ + best_ns_ / kWorse;
+  return first || !gains || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
 }
 
 bool Trials::tried(const std::vector<Fate>& plan, std::span<const KnownRecord> records) const {
-  return std::any_of(plans_.begin(), plans_.end(), [&](const std::vector<Fate>& one) {
-    if (one.size() != plan.size()) {
+  return std::any_of(all_.begin(), all_.end(), [&](const Tried& one) {
+    if (&one == all_.data() || one.plan.size() != plan.size()) {
       return false;
     }
     Bytes leaves = 0;
     Bytes differs = 0;
     for (std::size_t i = 0; i < plan.size(); ++i) {
       leaves += plan[i] != Fate::stay ? records[i].bytes : 0;
-      differs += plan[i] != one[i] ? records[i].bytes : 0;
+      differs += plan[i] != one.plan[i] ? records[i].bytes : 0;
     }
     return differs <= leaves / kAlike;
   });
 }
 
+const Trials::Tried* Trials::fastest() const {
+  const auto least = std::min_element(all_.begin(), all_.end(), [](const Tried& a, const Tried& b) {
+    return a.takes() < b.takes();
+  });
+  return least == all_.end() ? nullptr : &*least;
+}
+
+const std::vector<Fate>& Trials::best() const {
+  static const std::vector<Fate> none;
+  const Tried* found = fastest();
+  return found != nullptr ? found->plan : none;
+}
+
+std::uint64_t Trials::best_ns() const {
+  const Tried* found = fastest();
+  return found != nullptr ? found->takes() : 0;
+}
+
+bool Trials::sure_of_best() const {
+  return fastest() == all_.data() + now_ || returns_ >= kReturns;
+}
+
 void Trials::refuse(std::size_t record) {
-  if (record < best_.size() && best_[record] == Fate::drop) {
-    best_[record] = Fate::leave;
+  for (Tried& one : all_) {
+    if (record < one.plan.size() && one.plan[record] == Fate::drop) {
+      one.plan[record] = Fate::leave;
+    }
   }
 }
 

@@ -12,28 +12,46 @@ namespace stagehand::core {
 
 class Trials {
  public:
-  // Another plan is in use from the next step on, which pays for the change.
+  // This plan is in use from the next step on, which pays for the change; again, where it was
+  // tried.
   void begin(std::vector<Fate> plan);
-  // A step took so long, with this plan. Whether that is how long such steps take.
+  // A step took so long, with this plan, which its own steps may have changed since it began.
+  // Whether that is how long such steps take.
   bool took(const std::vector<Fate>& plan, std::uint64_t ns);
   // Whether this one was, or one hardly different.
   bool tried(const std::vector<Fate>& plan, std::span<const KnownRecord> records) const;
   // Whether there may be more.
-  bool more() const { return plans_.size() < kPlans; }
+  bool more() const { return all_.size() <= kPlans; }
 
   // The one that took the least; empty before the first.
-  const std::vector<Fate>& best() const { return best_; }
-  std::uint64_t best_ns() const { return best_ns_; }
+  const std::vector<Fate>& best() const;
+  std::uint64_t best_ns() const;
+  // Whether this is what the plan in use has become.
+  bool in_use(const std::vector<Fate>& plan) const {
+    return now_ < all_.size() && all_[now_].plan == plan;
+  }
+  // Whether the best is the one in use, or was gone back to so often that another step would say
+  // nothing.
+  bool sure_of_best() const;
   // The record is not to be dropped after all.
   void refuse(std::size_t record);
 
  private:
   static constexpr std::size_t kPlans = 5;
+  static constexpr int kReturns = 2;
 
-  std::vector<std::vector<Fate>> plans_;
-  std::vector<Fate> best_;
-  std::uint64_t best_ns_ = 0;
+  struct Tried {
+    std::vector<Fate> plan;         // as its fastest step ran
+    std::vector<std::uint64_t> ns;  // of the newest steps
+
+    std::uint64_t takes() const;
+  };
+  const Tried* fastest() const;
+
+  std::vector<Tried> all_;  // from what was in use before the first on
+  std::size_t now_ = 0;
   int steps_ = 1;  // with the plan in use; the first one of all was in use before
+  int returns_ = 0;
   std::uint64_t last_ns_ = 0;
 };
 

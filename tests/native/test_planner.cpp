@@ -306,22 +306,57 @@ TEST("a plan that knows the times of its step chooses what leaves anew") {
   CHECK(plan.least_after({early.step, 64 + 10}) > 0);
 }
 
-TEST("three steps of a kind are measured, and no more") {
-  const std::vector<int> events = pipeline(64);
-  Plan plan;
-  pipelined(plan, events);
-  for (int i = 0; i < 3; ++i) {
-    plan.begin_step(kHigh, 0);
-    std::uint32_t trace = 0;
-    std::size_t moments = 0;
-    CHECK(plan.wants_times(&trace, &moments));
-    plan.timed(trace, times_of(moments));
-    pipelined(plan, events);
-  }
+// The next step of the pipeline; whether it was measured, as taking so many times as long.
+bool measured(Plan& plan, const std::vector<int>& events, std::uint64_t slower = 1) {
   plan.begin_step(kHigh, 0);
   std::uint32_t trace = 0;
   std::size_t moments = 0;
-  CHECK(!plan.wants_times(&trace, &moments));
+  const bool wanted = plan.wants_times(&trace, &moments);
+  if (wanted) {
+    StepTimes times = times_of(moments);
+    for (StepTimes::Point& point : times.points) {
+      point.ns = point.ns * slower;
+    }
+    plan.timed(trace, times);
+  }
+  pipelined(plan, events);
+  return wanted;
+}
+
+int measured_of(Plan& plan, const std::vector<int>& events, int steps, std::uint64_t slower = 1) {
+  int count = 0;
+  for (int i = 0; i < steps; ++i) {
+    count += measured(plan, events, slower) ? 1 : 0;
+  }
+  return count;
+}
+
+TEST("three steps of a kind are measured, one to compare with, and then one in many") {
+  const std::vector<int> events = pipeline(8);
+  Plan plan;
+  pipelined(plan, events);
+  CHECK_EQ(measured_of(plan, events, 4), 4);
+  CHECK_EQ(measured_of(plan, events, 28), 0);
+  CHECK_EQ(measured_of(plan, events, 128), 4);
+}
+
+TEST("where steps take a fifth longer, twice in a row, they are measured and planned anew") {
+  const std::vector<int> events = pipeline(8);
+  Plan plan;
+  pipelined(plan, events);
+  measured_of(plan, events, 4);
+  CHECK_EQ(measured_of(plan, events, 40, 2), 2 + 2 + 1);  // looks, two more, one to compare with
+  CHECK_EQ(measured_of(plan, events, 80, 2), 1);          // and then looked at half as often
+}
+
+TEST("one step that took longer changes nothing") {
+  const std::vector<int> events = pipeline(8);
+  Plan plan;
+  pipelined(plan, events);
+  measured_of(plan, events, 4);
+  while (!measured(plan, events, 2)) {
+  }
+  CHECK_EQ(measured_of(plan, events, 30), 1);
 }
 
 TEST("times of a step that went another way change nothing") {

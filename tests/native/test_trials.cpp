@@ -39,6 +39,48 @@ TEST("a plan that still gains by its own steps has more of them, up to six") {
   CHECK(trials.best() == plan_of(0));
 }
 
+void run(Trials* trials, std::size_t dropped, const std::vector<std::uint64_t>& steps) {
+  trials->begin(plan_of(dropped));
+  for (const std::uint64_t ns : steps) {
+    trials->took(plan_of(dropped), ns);
+  }
+}
+
+TEST("a plan that had one lucky step is not the best") {
+  Trials trials;
+  trials.took(plan_of(0), 1000);
+  run(&trials, 16, {2000, 900, 900});
+  run(&trials, 32, {2000, 800, 950});
+  CHECK(trials.best() == plan_of(16));
+  CHECK_EQ(trials.best_ns(), 900);
+}
+
+TEST("the best is gone back to before it is sure, and another one then where it takes longer now") {
+  Trials trials;
+  trials.took(plan_of(0), 1000);
+  run(&trials, 16, {2000, 900, 900});
+  run(&trials, 32, {2000, 800, 800});
+  run(&trials, 48, {2000, 990, 990});
+  CHECK(trials.best() == plan_of(32));
+  CHECK(!trials.sure_of_best());
+  run(&trials, 32, {2000, 950, 950, 950, 950});
+  CHECK(trials.best() == plan_of(16));
+  CHECK(!trials.sure_of_best());
+  run(&trials, 16, {2000, 900, 900});
+  CHECK(trials.sure_of_best());
+}
+
+TEST("a plan is what its fastest step ran, which what it has learned may have changed") {
+  Trials trials;
+  trials.took(plan_of(0), 1000);
+  trials.begin(plan_of(16));
+  trials.took(plan_of(16), 2000);
+  trials.took(plan_of(17), 800);
+  trials.took(plan_of(18), 900);
+  CHECK(trials.best() == plan_of(17));
+  CHECK_EQ(trials.best_ns(), 900);
+}
+
 TEST("a plan that takes a quarter longer is given up at once") {
   Trials trials;
   trials.took(plan_of(0), 1000);

@@ -1,0 +1,36 @@
+// Whether what the steps of a settled plan cost has moved: one of them is measured again from time
+// to time. Pure.
+#pragma once
+
+#include <cstdint>
+
+#include "core/planner.hpp"
+
+namespace stagehand::core {
+
+class Watch {
+ public:
+  // Whether the step of this number is to be measured.
+  bool due(std::uint32_t step) const { return step >= next_; }
+  // One was. Whether computing, or what a lane carries, differs by a fifth from what it was when
+  // the plan was new, in two looks in a row: then the plan is to be made anew, and the next look is
+  // twice as far off, so that a host whose speed comes and goes is not always trying plans.
+  bool moved(const StepTimes& times, std::uint32_t step);
+
+ private:
+  struct Costs {
+    double compute_ns = 0;
+    double out = 0;  // bytes per ns; 0: not measured
+    double in = 0;
+  };
+  static bool differ(const Costs& a, const Costs& b);
+
+  static constexpr std::uint32_t kEvery = 64;  // steps
+
+  Costs then_;
+  std::uint32_t every_ = kEvery;
+  std::uint32_t next_ = 0;
+  bool once_ = false;
+};
+
+}  // namespace stagehand::core
