@@ -25,7 +25,7 @@ struct DebugModes {
 
 struct Device {
   Device(const driver::Table& table, int number, driver::Context context, Bytes bytes,
-         Bytes granularity, const std::array<driver::Stream, 4>& lanes)
+         Bytes granularity, const LaneStreams& lanes)
       : number(number),
         bytes(bytes),
         granularity(granularity),

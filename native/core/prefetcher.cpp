@@ -57,27 +57,31 @@ bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
       *status = restore_pageable(entry, record, block);
     } else {
       const Arrival arrival{&record, block};
-      *status = bring_back({&arrival, 1}, false);
+      *status = bring_back({&arrival, 1}, Wants::now);
     }
     return *status == Status::ok;
   }
 }
 
 // Queues the copies back and puts them on the books; on failure the blocks are given back.
-Status Prefetcher::bring_back(std::span<const Arrival> arrivals, bool ahead) {
-  const Status status = d_.transfers.copy_in(arrivals);
+Status Prefetcher::bring_back(std::span<const Arrival> arrivals, Wants wants) {
+  Lane& lane = d_.transfers.in(wants != Wants::in_turn);
+  const Status status = d_.transfers.copy_in(arrivals, lane);
   // One measurement stands for the batch: whoever asks for its first record asks first.
-  const std::uint32_t pair = status == Status::ok
-                                 ? d_.stalls.copied(d_.transfers.in().clock().stream(),
-                                                    static_cast<std::uint32_t>(arrivals.size()))
-                                 : StallMeter::kNone;
+  const std::uint32_t pair =
+      status == Status::ok
+          ? d_.stalls.copied(lane.clock().stream(), static_cast<std::uint32_t>(arrivals.size()))
+          : StallMeter::kNone;
   for (const auto& [record, block] : arrivals) {
     if (status != Status::ok) {
       d_.books.give_back(block);
       continue;
     }
+    if (&lane == &d_.transfers.in()) {
+      newest_ = record->arrived.seq;
+    }
     record->stall_pair = record == arrivals.front().record ? pair : StallMeter::kNone;
-    d_.books.arrive(*record, block, ahead);
+    d_.books.arrive(*record, block, wants != Wants::now);
   }
   return status;
 }
@@ -85,7 +89,8 @@ Status Prefetcher::bring_back(std::span<const Arrival> arrivals, bool ahead) {
 // From pageable memory the driver copies while the caller waits. An alias stands for this thread
 // meanwhile: the block is nobody else's.
 Status Prefetcher::restore_pageable(Entry& entry, Record& record, Block* block) {
-  if (const Status status = d_.transfers.order_copy_in(record, block); status != Status::ok) {
+  if (const Status status = d_.transfers.order_copy_in(record, block, d_.transfers.in());
+      status != Status::ok) {
     d_.books.give_back(block);
     return status;
   }
@@ -123,6 +128,20 @@ Record* Prefetcher::next_wanted(const Record& record) {
   return nullptr;
 }
 
+// What is wanted before all that is on its way on the lane does not wait for that.
+void Prefetcher::overtake(std::vector<Wanted>& wanted) {
+  StreamClock& lane = d_.transfers.in().clock();
+  if (lane.passed(newest_)) {
+    return;
+  }
+  const auto first = std::find_if(coming_.begin(), coming_.end(),
+                                  [&](const Coming& one) { return !lane.passed(one.arrived); });
+  const std::size_t count = first != coming_.end() ? first->after : wanted.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    wanted[i].overtakes = true;
+  }
+}
+
 // The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
 // also knows what the step needs for itself until the record is asked for: what was live then the
 // last time, and what is retained by then, must fit below the ceiling too. Where the
@@ -144,6 +163,8 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   const Bytes room = most - std::min(most, reserve_);
   const int reach = far ? kFarReach : kReach;
   int resident = 0;
+  Lane& lane = d_.transfers.in();
+  coming_.clear();
   Record* record = next_wanted(from);
   for (int i = 0; record != nullptr && i < reach; ++i, record = next_wanted(*record)) {
     const Record& one = *record;
@@ -153,6 +174,10 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       if (resident == i) {
         ++resident;
         *ahead += one.block->size;
+      }
+      if (one.prefetched && lane.clock().index() == one.arrived.clock &&
+          !lane.clock().known_passed(one.arrived.seq)) {
+        coming_.push_back({one.arrived.seq, wanted->size()});
       }
     } else if (can_come(one) && !one.copy.slabs.front()->pageable) {
       const Bytes bytes = d_.store->bytes_for(one);
@@ -168,12 +193,16 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       fullest = std::max(fullest, there + needed_after(one));
     }
   }
+  if (!wanted->empty()) {
+    overtake(*wanted);
+  }
   const bool all = record == nullptr;  // nothing further will be wanted
   Bytes bytes = 0;
   for (const Wanted& one : *wanted) {
     bytes += one.bytes;
   }
-  if (!all && bytes < kBatch && *ahead >= kBatch) {
+  if (!all && !wanted->empty() && !wanted->front().overtakes && bytes < kBatch &&
+      *ahead >= kBatch) {
     wanted->clear();  // what is there lasts until a whole batch fits
   }
   skip_ = wanted->empty() ? std::min(resident / 2, kMostSkipped) : 0;
@@ -214,7 +243,8 @@ void Prefetcher::bring(Entry& entry, std::vector<Wanted>& wanted, bool soon) {
     std::size_t end = begin;
     Bytes bytes = 0;
     bool room = true;
-    while (end < wanted.size() && end - begin < most && bytes < kMostInBatch && room) {
+    while (end < wanted.size() && end - begin < most && bytes < kMostInBatch && room &&
+           wanted[end].overtakes == wanted[begin].overtakes) {
       Wanted& one = wanted[end];
       Record* record = d_.ledger.find(one.record);
       room = record != nullptr && can_come(*record) && d_.sealer.intact(*record);
@@ -251,7 +281,9 @@ bool Prefetcher::queue(std::span<const Wanted> batch) {
     record->block_begin = record->returning_begin();
     arrivals_.push_back({record, one.block});
   }
-  return arrivals_.empty() || bring_back(arrivals_, true) == Status::ok;
+  const Wants wants =
+      !batch.empty() && batch.front().overtakes ? Wants::before_others : Wants::in_turn;
+  return arrivals_.empty() || bring_back(arrivals_, wants) == Status::ok;
 }
 
 }  // namespace stagehand::core

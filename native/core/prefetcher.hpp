@@ -37,7 +37,14 @@ class Prefetcher {
     RecordId record;
     Bytes bytes;
     bool far;
+    bool overtakes = false;  // is wanted before some of what is queued on the lane
     Block* block = nullptr;
+  };
+
+  // A record that may still be on its way, and how many of those wanted come before it.
+  struct Coming {
+    Seq arrived;
+    std::size_t after;
   };
 
   Record* next_wanted(const Record& record);
@@ -46,13 +53,17 @@ class Prefetcher {
   void choose(Record& from, bool far, std::vector<Wanted>* wanted, Bytes* ahead);
   void bring(Entry& entry, std::vector<Wanted>& wanted, bool soon);
   bool queue(std::span<const Wanted> batch);
-  Status bring_back(std::span<const Arrival> arrivals, bool ahead);
+  enum class Wants : std::uint8_t { now, before_others, in_turn };
+  Status bring_back(std::span<const Arrival> arrivals, Wants wants);
+  void overtake(std::vector<Wanted>& wanted);
   Status restore_pageable(Entry& entry, Record& record, Block* block);
 
   Device& d_;
   std::uint32_t step_ = 0;
   Bytes reserve_ = 0;  // room below `low` to leave; learned, and forgotten slowly
   unsigned turn_ = 0;
+  Seq newest_ = 0;                 // of what was queued in turn
+  std::vector<Coming> coming_;     // scratch
   int skip_ = 0;                   // so many calls have nothing to look for
   std::vector<Wanted> spare_;      // for its room
   std::vector<Arrival> arrivals_;  // scratch

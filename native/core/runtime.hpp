@@ -174,7 +174,7 @@ class Runtime {
 
  private:
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
-          Bytes granularity, const std::array<driver::Stream, 4>& lanes);
+          Bytes granularity, const LaneStreams& lanes);
 
   Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
   void fill(Record& record, Block* block, driver::Stream stream);

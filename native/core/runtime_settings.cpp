@@ -34,7 +34,7 @@ Runtime* Runtime::open(const driver::Table& table, int device, std::string* erro
   if (result != driver::kSuccess) {
     return fail("cuMemGetAllocationGranularity", result);
   }
-  std::array<driver::Stream, 4> lanes{};  // two streams each
+  LaneStreams lanes{};
   for (driver::Stream& lane : lanes) {
     result = table.stream_create(&lane, driver::kStreamNonBlocking, 0);
     if (result != driver::kSuccess) {
@@ -51,7 +51,7 @@ Runtime* Runtime::open(const driver::Table& table, int device, std::string* erro
 }
 
 Runtime::Runtime(const driver::Table& table, int device, driver::Context context,
-                 Bytes device_bytes, Bytes granularity, const std::array<driver::Stream, 4>& lanes)
+                 Bytes device_bytes, Bytes granularity, const LaneStreams& lanes)
     : d_(table, device, context, device_bytes, granularity, lanes), heap_(d_) {
   d_.store = &heap_;
   d_.gate.when_unlocked(
@@ -74,6 +74,7 @@ void Runtime::set_budget(const Budget& budget) {
   d_.books.arm(budget);
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
+  d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
   d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();
@@ -119,8 +120,7 @@ bool Runtime::set_lane_limits(const LaneLimits& limits) {
     }
   }
   lane_limits_ = limits;
-  out.limit(limits.inflight_d2h, limits.piece);
-  in.limit(limits.inflight_h2d, limits.piece);
+  d_.transfers.limit(limits);
   out.pacer().set_rate(limits.rate_d2h);
   in.pacer().set_rate(limits.rate_h2d);
   return true;

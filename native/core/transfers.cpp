@@ -165,33 +165,33 @@ Status Transfers::copy_out(std::span<Record* const> records) {
   return status;
 }
 
-Status Transfers::order_copy_in(const Record& record, const Block* block) {
-  Status status = holds(Rule::S3) ? order_behind(in_, *block) : Status::ok;
+Status Transfers::order_copy_in(const Record& record, const Block* block, Lane& lane) {
+  Status status = holds(Rule::S3) ? order_behind(lane, *block) : Status::ok;
   if (status == Status::ok && holds(Rule::S4)) {
-    status = clocks_.order_after(in_.clock(), record.copy.written);
+    status = clocks_.order_after(lane.clock(), record.copy.written);
   }
   return status;
 }
 
-Status Transfers::copy_in(std::span<const Arrival> arrivals) {
+Status Transfers::copy_in(std::span<const Arrival> arrivals, Lane& lane) {
   copies_.clear();
   blocks_.clear();
   for (const auto& [record, block] : arrivals) {
     blocks_.push_back(block);
   }
   if (holds(Rule::S3)) {
-    if (const Status status = order_behind_newest(in_); status != Status::ok) {
+    if (const Status status = order_behind_newest(lane); status != Status::ok) {
       return status;
     }
   }
   for (const auto& [record, block] : arrivals) {
-    if (const Status status = order_copy_in(*record, block); status != Status::ok) {
+    if (const Status status = order_copy_in(*record, block, lane); status != Status::ok) {
       return status;
     }
     collect(*record, block->address + record->begin - record->block_begin);
   }
   Tick tick;
-  Status status = finish(queue(in_, StepClock::Kind::in), in_, &tick);
+  Status status = finish(queue(lane, StepClock::Kind::in), lane, &tick);
   for (const auto& [record, block] : arrivals) {
     record->arrived = tick;
     block->fence.clear();  // the copy runs behind all of it, and leaves its own tick

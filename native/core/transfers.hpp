@@ -18,22 +18,30 @@ struct Arrival {
   Block* block = nullptr;
 };
 
+// Two of each lane: see Lane.
+using LaneStreams = std::array<driver::Stream, 6>;
+
 class Transfers {
  public:
-  // Two streams a lane: see Lane.
-  Transfers(ClockBank& clocks, const std::array<driver::Stream, 4>& streams)
+  Transfers(ClockBank& clocks, const LaneStreams& streams)
       : clocks_(clocks),
         gate_(clocks.gate()),
         out_(gate_, Lane::Way::out, clocks.of(streams[0]), streams[1]),
-        in_(gate_, Lane::Way::in, clocks.of(streams[2]), streams[3]) {
-    clocks_.hold(out_.clock());
-    clocks_.hold(in_.clock());
-    out_.clock().never_captured();
-    in_.clock().never_captured();
+        in_(gate_, Lane::Way::in, clocks.of(streams[2]), streams[3]),
+        express_(gate_, Lane::Way::in, clocks.of(streams[4]), streams[5]) {
+    for (Lane* lane : {&out_, &in_, &express_}) {
+      clocks_.hold(lane->clock());
+      lane->clock().never_captured();
+    }
   }
 
   Lane& out() { return out_; }
   Lane& in() { return in_; }
+  // For what is wanted before all that is queued to come back: between two pieces of that. Where
+  // the lane has a cap, that lane: it is one cap.
+  Lane& in(bool overtakes) {
+    return overtakes && !in_.capped() && !in_.pacer().paced() ? express_ : in_;
+  }
 
   // Queues the copies of the records' saved ranges out of their blocks into the slabs of their
   // copies. Behind: the blocks' last work on their own and on foreign streams (S1), the slabs' last
@@ -42,11 +50,17 @@ class Transfers {
   Status copy_out(std::span<Record* const> records);
   // Queues the copies of the slabs into the blocks, which become the records'. Behind: the blocks'
   // previous users (S3) and the records' own copies out (S4).
-  Status copy_in(std::span<const Arrival> arrivals);
+  Status copy_in(std::span<const Arrival> arrivals, Lane& lane);
   // The waits of the two, for a copy through pageable memory that the caller makes without the
   // lock.
   Status order_copy_out(const Record& record);
-  Status order_copy_in(const Record& record, const Block* block);
+  Status order_copy_in(const Record& record, const Block* block, Lane& lane);
+
+  void limit(const LaneLimits& limits) {
+    out_.limit(limits.inflight_d2h, limits.piece);
+    in_.limit(limits.inflight_h2d, limits.piece);
+    express_.limit(0, limits.piece);
+  }
 
   // Fills a block that is leaving with a pattern no computation yields, for tests.
   Status poison(Block* block);
@@ -67,6 +81,7 @@ class Transfers {
   Gate& gate_;
   Lane out_;
   Lane in_;
+  Lane express_;
   std::vector<Copy> copies_;          // scratch
   std::vector<const Block*> blocks_;  // scratch: the other side of a batch
 };

@@ -81,6 +81,31 @@ TEST("a prefetch of more batches than a number has bits ends") {
   rig.verify_empty();
 }
 
+TEST("what is asked for now does not wait for what was queued to come back ahead of need") {
+  constexpr Bytes kBytes = 8_MiB;
+  constexpr int kRecords = 64;
+  CoreRig rig({.memory = 2_GiB, .classes = {{kBytes}, {kRecords}}, .host_limit = 1_GiB});
+  const driver::Stream s = rig.stream();
+  rig.budget(1_GiB, kRecords / 2 * kBytes);  // room for half of them, ahead of need
+  std::vector<Held> held = rig.retain_many(kRecords, kBytes, s);
+  rig.evict_all(s);
+  stagehand_sim_drain();
+  const auto since = [began = stagehand_sim_clock_ns()] {
+    return stagehand_sim_clock_ns() - began;
+  };
+  rig.back(held.back(), s);  // queues what comes after it
+  held.pop_back();
+  CHECK(!rig.runtime->resident(held.front().record));
+  rig.back(held.front(), s);
+  held.erase(held.begin());
+  CHECK_EQ(rig.driver.stream_synchronize(s), driver::kSuccess);
+  const std::uint64_t one = since();
+  stagehand_sim_drain();
+  CHECK(one < since() / 2);
+  rig.back_all(held, s);
+  rig.verify_empty();
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
