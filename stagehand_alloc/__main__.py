@@ -1,4 +1,4 @@
-"""`python -m stagehand_alloc demo | report FILE | doctor [FILE]`."""
+"""`python -m stagehand_alloc demo | run SCRIPT | report FILE | doctor [FILE]`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from stagehand_alloc import _demo
 
         return int(_demo.main(arguments[1:]))
+    if arguments[:1] == ["run"]:
+        from stagehand_alloc import _run
+
+        return _run.main(arguments[1:])
     options = _parse(arguments)
     if options.command == "report":
         return _report(options.file)
@@ -32,6 +36,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"stagehand_alloc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train a small model without a budget, then under one")
+    commands.add_parser("run", help="run a training script, unchanged, inside a budget")
     report = commands.add_parser("report", help="print a table of a telemetry file")
     report.add_argument("file", help="what pool(telemetry=...) wrote")
     doctor = commands.add_parser("doctor", help="print what is here, and what would work")

@@ -1,0 +1,119 @@
+"""`python -m stagehand_alloc run --high 20GiB train.py ...`: a script as it is, inside a budget.
+
+The pool is around the forward of each model that the script calls with gradients on. What a script
+saves outside of its models, such as of a loss, is outside of the pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagehand_alloc._config import NODES, Size
+from stagehand_alloc._config import format_bytes as size
+from stagehand_alloc._errors import StagehandError
+
+if TYPE_CHECKING:
+    from stagehand_alloc._pool import Pool
+
+_RECOMPUTE: dict[str, bool | str] = {"no": False, NODES: NODES, "yes": True}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the script; its exit code is that of the process. 2: it could not be begun."""
+    options = _parse(arguments)
+    if not options.module and not Path(options.script).is_file():
+        print(f"There is no file {options.script}.", file=sys.stderr)
+        return 2
+    try:
+        pool = _begin(options)
+    except StagehandError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from stagehand_alloc._attach import Everywhere
+
+    around = Everywhere(pool)
+    sys.argv = [options.script, *options.arguments]
+    try:
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(options.script).resolve().parent)
+            runpy.run_path(options.script, run_name="__main__")
+    finally:
+        around.remove()
+        print(_told(pool, around.entered), file=sys.stderr)
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m stagehand_alloc run",
+        description="Run a training script, unchanged, inside a VRAM budget.",
+    )
+    parser.add_argument("--high", help="20GiB, 80%%, or a fraction; default: 0.90 of the device")
+    parser.add_argument("--low")
+    parser.add_argument("--limit")
+    parser.add_argument(
+        "--mode",
+        choices=("native", "allocator", "mempool"),
+        help="native, the default: on torch's own allocator; allocator: ours in its place",
+    )
+    parser.add_argument(
+        "--recompute",
+        choices=_RECOMPUTE,
+        default="no",
+        help="drop what is sooner made again: yes, nodes (no module runs twice), or no",
+    )
+    parser.add_argument("--telemetry", metavar="FILE", help="one JSON line per step")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser.parse_args(arguments)
+
+
+def _begin(options: argparse.Namespace) -> Pool:
+    from stagehand_alloc import _pool
+
+    pool = _pool.pool(
+        high=_number(options.high),
+        low=_number(options.low),
+        limit=_number(options.limit),
+        mode=options.mode,
+        recompute=_RECOMPUTE[options.recompute],
+        telemetry=options.telemetry,
+    )
+    if options.mode == "allocator":
+        import torch
+
+        from stagehand_alloc import _install
+
+        torch.cuda.memory.change_current_allocator(_install.allocator())
+    return pool
+
+
+def _number(text: str | None) -> Size | None:
+    """Text, unless it is a number, which `pool` reads as bytes or as a fraction."""
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _told(pool: Pool, entered: bool) -> str:
+    if not entered:
+        return (
+            "stagehand_alloc: no module's forward ran with gradients on, so nothing was done.\n"
+            "Enter a pool around the forward pass yourself: with stagehand_alloc.pool(...)."
+        )
+    stats = pool.stats()
+    return (
+        f"stagehand_alloc: {size(stats.evicted_bytes)} were moved to the host and "
+        f"{size(stats.dropped_bytes)} dropped; mapped at most {size(stats.mapped_peak)} of "
+        f"{size(stats.high)}; {size(stats.overshoot_bytes)} over."
+    )

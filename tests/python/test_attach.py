@@ -1,0 +1,107 @@
+"""`Pool.attach`: the pool is around a model's own forward, whoever calls it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from models import BY_NAME
+from torch import Tensor, nn
+from training import footprint, leaves_nothing, train
+
+import stagehand_alloc
+from stagehand_alloc import ConfigError
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+RECIPE = BY_NAME["gpt"]
+
+
+def test_training_an_attached_model_equals_plain_torch_inside_the_budget() -> None:
+    expected = train(RECIPE)
+    pool = stagehand_alloc.pool(footprint(RECIPE).high(0.5))
+
+    class Attaching:
+        name = RECIPE.name
+        batch = staticmethod(RECIPE.batch)
+
+        @staticmethod
+        def build() -> nn.Module:
+            model = RECIPE.build()
+            pool.attach(model)
+            return model
+
+    before = stagehand_alloc.stats()
+    with leaves_nothing():
+        assert train(Attaching) == expected  # type: ignore[arg-type]
+    assert stagehand_alloc.stats().since(before).evicted_bytes > 0
+
+
+class Stops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).exp()
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_forward_that_raises_leaves_the_pool_or_the_next_one_does(error: BaseException) -> None:
+    model = Stops()
+    pool = stagehand_alloc.pool(high="64MiB")
+    pool.attach(model)
+    x = torch.randn(4, 8)
+    model.error = error
+    with pytest.raises(type(error)):
+        model(x)
+    model.error = None
+    for _ in range(2):
+        model(x).sum().backward()
+        assert pool._entry is None
+    assert pool.stats().activations_saved > 0
+
+
+def test_removed_it_enters_no_pool_any_more() -> None:
+    model = Stops()
+    pool = stagehand_alloc.pool(high="64MiB")
+    attached = pool.attach(model)
+    model(torch.randn(4, 8)).sum().backward()
+    saved = pool.stats().activations_saved
+    for _ in range(2):
+        attached.remove()
+        model(torch.randn(4, 8)).sum().backward()
+    assert pool.stats().activations_saved == saved > 0
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_an_attached_model_is_copied_and_pickled(again: Any) -> None:
+    model = Stops()
+    stagehand_alloc.pool(high="64MiB").attach(model)
+    found = again(model)
+    before = stagehand_alloc.stats().activations_saved
+    found(torch.randn(4, 8)).sum().backward()
+    assert stagehand_alloc.stats().activations_saved > before
+
+
+def test_inside_another_pool_the_error_says_so() -> None:
+    model = Stops()
+    stagehand_alloc.pool(high="64MiB").attach(model)
+    with (
+        stagehand_alloc.pool(high="64MiB"),
+        pytest.raises(stagehand_alloc.NestedPoolError),
+    ):
+        model(torch.randn(4, 8))
+    model(torch.randn(4, 8)).sum().backward()
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no module"):
+        stagehand_alloc.pool(high="64MiB").attach(print)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""`python -m stagehand_alloc run`: a script that knows nothing of us, inside a budget."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+# A simulated GPU stands for the machine; the training below it is anybody's.
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from stagehand_alloc import testing
+
+def train():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+                            for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(1024, 256)
+        with torch.no_grad():
+            model(x)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    print("loss", loss.item().hex(), sys.argv[1:], __name__)
+
+with testing.simulated_gpu(memory="256MiB", seed=1):
+    train()
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize("recompute", ["no", "yes"])
+def test_a_script_trains_as_without_it_and_its_budget_is_held(script: str, recompute: str) -> None:
+    plain = run(script, "--epochs", "3")
+    assert plain.returncode == 0, plain.stderr
+    options = ("--high", "56MiB", "--recompute", recompute)
+    inside = run("-m", "stagehand_alloc", "run", *options, script, "--epochs", "3")
+    assert inside.returncode == 0, inside.stderr
+    assert inside.stdout == plain.stdout
+    assert "0 B were moved" not in inside.stderr
+    assert "of 56.00 MiB; 0 B over." in inside.stderr
+
+
+def test_a_script_that_trains_nothing_is_told_so(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text("raise SystemExit(3)")
+    done = run("-m", "stagehand_alloc", "run", str(path))
+    assert done.returncode == 3
+    assert "no module's forward ran" in done.stderr
+
+
+def test_a_module_is_run_by_its_name() -> None:
+    done = run("-m", "stagehand_alloc", "run", "-m", "this")
+    assert done.returncode == 0, done.stderr
+    assert "Zen" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--high", "20 potatoes", __file__], "20 potatoes"),
+        (["--high", "0.5", "--low", "0.8", __file__], "low=0.8 is above high=0.5"),
+        (["nowhere.py"], "no file nowhere.py"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_words(arguments: list[str], told: str) -> None:
+    done = run("-m", "stagehand_alloc", "run", *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
