@@ -208,6 +208,9 @@ def resolve_budget(high: Size | None, low: Size | None, limit: Size | None, tota
     return Budget(high_bytes, low_bytes, limit_bytes)
 
 
+NODES = "nodes"  # Config.recompute: what autograd's own nodes can make, and nothing else
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings; the keys of Activation Stagehand v0 keep their names.
@@ -235,7 +238,7 @@ class Config:
     telemetry_file: str = "activation_telemetry.jsonl"
     recompute_threshold_bytes: int = 0
     host_limit: Size | None = None  # of host memory; None: default_host_limit()
-    recompute: bool = False  # drop what autograd's own nodes can make again
+    recompute: bool | str = False  # drop what is sooner made again: True, False, or NODES
     build_trigger: bool = True  # False: no library is built or loaded against torch
 
     def __post_init__(self) -> None:
@@ -328,13 +331,17 @@ def _check_types(config: Config) -> None:
         "enabled",
         "debug_checksums",
         "telemetry_enabled",
-        "recompute",
         "build_trigger",
     ):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is not a bool.", f"Set {name} to true or false."
             )
+    if not isinstance(config.recompute, bool) and config.recompute != NODES:
+        raise ConfigError(
+            f"recompute={shown(config.recompute)} is neither a bool nor {NODES!r}.",
+            f"Set it to true (modules run again too), {NODES!r} (none does) or false.",
+        )
     path: object = config.telemetry_file
     if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(

@@ -1,4 +1,5 @@
 """Modules as regions: ``pool(recompute=model.layers)`` runs their forward as a checkpointed one.
+``recompute=True`` finds them: the blocks of what was called in the first step.
 
 While a pool is entered, each module's ``forward`` is an attribute of its own that calls the one it
 had inside `_regions.checkpoint`. On leaving it is as before: models are copied, saved and compiled
@@ -8,18 +9,22 @@ between two steps.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc import _regions
-from stagehand_alloc._config import shown
+from stagehand_alloc._config import NODES, shown
 from stagehand_alloc._errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
 _FORWARD = "forward"
+_LOOKS = 3  # steps, in which nothing was found
+_CACHES = ("past_key_values", "past_key_value", "layer_past")  # as Hugging Face calls them
+_warned: set[str] = set()
 
 
 class Region:
@@ -32,7 +37,7 @@ class Region:
         functools.update_wrapper(self, self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _regions.takes_over():
+        if not _regions.takes_over() or _fills_cache(kwargs):
             return self.forward(*args, **kwargs)
         function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
         return _regions.checkpoint(function, *args)
@@ -53,6 +58,25 @@ class Marks:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in modules]
+        self._looks = 0
+
+    @classmethod
+    def found(cls) -> Marks:
+        """Of no modules yet: those of the first step in which there are some."""
+        marks = cls([])
+        marks._looks = _LOOKS
+        return marks
+
+    def looking(self) -> bool:
+        """Whether the modules that are called are to be told to `look_in`."""
+        return self._looks > 0 and not self._modules
+
+    def look_in(self, roots: list[nn.Module]) -> None:
+        """They were called in a step: their blocks are regions from the next entry on."""
+        if roots and self.looking():
+            self._looks -= 1
+            blocks = [block for root in roots if not _compiled(root) for block in _blocks(root)]
+            self._modules = [weakref.ref(block) for block in dict.fromkeys(blocks)]
 
     def _alive(self) -> list[nn.Module]:
         return [module for one in self._modules if (module := one()) is not None]
@@ -73,6 +97,26 @@ class Marks:
                 del module.__dict__[_FORWARD]
 
 
+def _fills_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether the call adds to a cache of keys and values: a second run would add to it again."""
+    if all(kwargs.get(name) is None for name in _CACHES):
+        return False
+    if "cache" not in _warned:
+        _warned.add("cache")
+        warnings.warn(
+            "stagehand_alloc: a module named by recompute= was called with a cache of keys and "
+            "values, and does not run again: it would add to the cache twice.\n"
+            "Set model.config.use_cache = False for training.",
+            stacklevel=4,
+        )
+    return True
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether all of it is one compiled program, of which no block can be taken out."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def modules_of(asked: object) -> list[nn.Module]:
     """The modules that ``recompute=`` names: each to be one region.
 
@@ -88,8 +132,8 @@ def modules_of(asked: object) -> list[nn.Module]:
         if found and all(isinstance(one, nn.Module) for one in found):
             return list(dict.fromkeys(found))
     raise ConfigError(
-        f"recompute={shown(asked)} is neither a bool nor modules.",
-        "Pass True, False, a list of modules such as model.layers, or the model.",
+        f"recompute={shown(asked)} is neither a bool, nor {NODES!r}, nor modules.",
+        f"Pass True, False, {NODES!r}, a list of modules such as model.layers, or the model.",
     )
 
 

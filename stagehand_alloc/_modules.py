@@ -1,4 +1,5 @@
-"""Which module's forward is running, for the ``keep`` predicate; only watched where one is given.
+"""Which module's forward is running: for the ``keep`` predicate, and in the first steps of a pool
+with ``recompute=True``, which looks for blocks.
 
 torch calls two functions of ours around the forward of every module, from the entry of the first
 pool that asks to the exit of the last. torch.compile guards on what is installed by number and
@@ -26,6 +27,7 @@ class ModuleWatch:
     def __init__(self) -> None:
         self._running: list[nn.Module] = []  # outermost first
         self._names: dict[nn.Module, str] = {}  # of every root so far, and all inside it
+        self._roots: list[nn.Module] = []  # called by no other, in this step
 
     def enter(self) -> None:
         """Begin. Interrupted, it is right to enter again, or to leave."""
@@ -48,6 +50,11 @@ class ModuleWatch:
     def _forget(self) -> None:
         self._running.clear()
         self._names.clear()
+        self._roots.clear()
+
+    def roots(self) -> list[nn.Module]:
+        """The modules that were called since it was entered, and by no other module."""
+        return list(self._roots)
 
     def current(self) -> str | None:
         """As in ``root.named_modules()``; of a module that is not in there, the one around it."""
@@ -60,6 +67,7 @@ class ModuleWatch:
         """Forward of ``module`` begins."""
         if not self._running and module not in self._names:
             self._names.update((inner, name) for name, inner in module.named_modules())
+            self._roots.append(module)
         self._running.append(module)
 
     def ended(self, module: nn.Module) -> None:

@@ -10,8 +10,10 @@ from stagehand_alloc._config import format_bytes as size
 
 @dataclasses.dataclass(frozen=True)
 class PlanLine:
-    """The saved storages that one kind of autograd node made. Sizes in bytes."""
+    """What one kind of autograd node made, and one kind of region saved. Sizes in bytes."""
 
+    region: str
+    """The class of the module that they were saved in, or the function; "" for what is in none."""
     op: str
     """The node, such as "GeluBackward0"; "" for what has no graph, or where nobody saw."""
     storages: int
@@ -42,15 +44,17 @@ class StepPlan:
             return (
                 "No step has been learned: a plan is made of the first step whose backward ended."
             )
-        rows = [("made by", "storages", "stay", "move", "dropped", "again")]
+        rows = [("in", "made by", "storages", "stay", "move", "dropped", "again")]
         for line in self.lines:
             sizes = (size(line.stays), size(line.moves), size(line.dropped))
-            rows.append(
-                (line.op or "(no graph)", str(line.storages), *sizes, f"{line.again_ms:.1f} ms")
-            )
+            names = (line.region or "-", line.op or "(no graph)")
+            rows.append((*names, str(line.storages), *sizes, f"{line.again_ms:.1f} ms"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        aligned = [str.ljust, str.ljust, *[str.rjust] * (len(widths) - 2)]
         table = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            "  ".join(
+                align(text, width) for align, text, width in zip(aligned, row, widths, strict=True)
+            )
             for row in rows
         ]
         if self.step_ms == 0:
@@ -66,8 +70,8 @@ def read(device: int) -> StepPlan:
     """Of a device that is open, or an empty one."""
     step, best, late, again, ops = _driver.native().plan(device)
     lines = [
-        PlanLine(op, storages, stays, moves, dropped, ns / 1e6)
-        for op, storages, stays, moves, dropped, ns in ops
+        PlanLine(region, op, storages, stays, moves, dropped, ns / 1e6)
+        for region, op, storages, stays, moves, dropped, ns in ops
     ]
-    lines.sort(key=lambda line: (-line.moves - line.dropped, -line.stays, line.op))
+    lines.sort(key=lambda line: (-line.moves - line.dropped, -line.stays, line.region, line.op))
     return StepPlan(tuple(lines), step / 1e6, best / 1e6, late / 1e6, again / 1e6)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver, _install, _modes, _plan, _stats, _telemetry, _trouble
 from stagehand_alloc._config import (
+    NODES,
     UNLIMITED,
     Budget,
     Config,
@@ -40,6 +41,7 @@ from stagehand_alloc._stats import DeviceLike, PoolStats
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from stagehand_alloc._attach import Attached
     from stagehand_alloc._hooks import SavedTensorInfo
     from stagehand_alloc._marks import Marks
 
@@ -152,7 +154,7 @@ class Pool:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
 
-        It marks no modules: those that ``recompute`` named are not its own.
+        It marks no modules that ``recompute`` named: they are not its own.
         """
         return _again, (
             self._config,
@@ -222,6 +224,18 @@ class Pool:
         ) -> None: ...
     else:
         __exit__ = _Exit()
+
+    def attach(self, model: nn.Module) -> Attached:
+        """Have ``model``'s own forward enter and leave the pool: for trainers that call it.
+
+            attached = stagehand_alloc.pool(high="20GiB").attach(model)
+
+        What is saved outside of that forward, such as of a loss that is computed from its output,
+        stays outside of the pool. ``attached.remove()`` ends it. Raises ConfigError.
+        """
+        from stagehand_alloc._attach import Attached
+
+        return Attached(self, model)
 
     def stats(self) -> PoolStats:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
@@ -394,6 +408,7 @@ class Pool:
             native.Hooks.end_step()
             if self._marks is not None:
                 self._marks.leave()
+                self._marks.look_in(self._watch.roots())
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
@@ -433,8 +448,8 @@ class Pool:
         recompute = self._config.recompute
         if recompute:
             _recompute.proofs_of(entry.device).collect()
-        self._hooks.begin_step(recompute, recompute and _recompute.sharded())
-        if self._keep is not None:
+        self._hooks.begin_step(bool(recompute), bool(recompute) and _recompute.sharded())
+        if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
         entry.hooked = True
         if self._marks is not None:
@@ -453,7 +468,7 @@ def pool(
     mode: str | None = None,
     config: Config | dict[str, Any] | str | Path | None = None,
     keep: KeepPredicate | None = None,
-    recompute: bool | nn.Module | Iterable[nn.Module] | None = None,
+    recompute: bool | str | nn.Module | Iterable[nn.Module] | None = None,
     telemetry: bool | str | Path | None = None,
     device: DeviceLike = None,
 ) -> Pool:
@@ -471,11 +486,12 @@ def pool(
         config: further settings: a Config, a dict, or a file for `load_config`. The arguments
             here win over it.
         keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
-        recompute: drop what is sooner made again than moved. True: what autograd's own nodes can
+        recompute: drop what is sooner made again than moved. "nodes": what autograd's own nodes can
             make, such as the output of a gelu. Modules, such as ``model.layers``, or the model,
             whose blocks are found: what their forward saves too, by running it again as
             ``torch.utils.checkpoint`` does, and only where it was dropped. They must compute the
-            same each time. Default: the config's.
+            same each time. True: the blocks of the models that the first step calls. Default: the
+            config's.
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
         device: default: the current CUDA device.
 
@@ -491,12 +507,17 @@ def pool(
         )
     settings = _settings(config, telemetry)
     marks = None
-    if recompute is not None:
-        if not isinstance(recompute, bool):
-            from stagehand_alloc import _marks
+    if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == NODES):
+        settings = dataclasses.replace(settings, recompute=recompute)
+    elif recompute is not None:
+        from stagehand_alloc import _marks
 
-            marks = _marks.Marks(_marks.modules_of(recompute))
-        settings = dataclasses.replace(settings, recompute=recompute is not False)
+        marks = _marks.Marks(_marks.modules_of(recompute))
+        settings = dataclasses.replace(settings, recompute=NODES)
+    if settings.recompute is True:
+        from stagehand_alloc import _marks
+
+        marks = _marks.Marks.found()
     sizes = (
         settings.high if high is None else plain_number(high),
         settings.low if low is None else plain_number(low),
@@ -520,7 +541,10 @@ def _again(
     limits: LaneLimits,
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
-    made = Pool(config, sizes, keep, device, mode)
+    from stagehand_alloc import _marks
+
+    marks = _marks.Marks.found() if config.recompute is True else None
+    made = Pool(config, sizes, keep, device, mode, marks)
     made._limits = limits
     return made
 

@@ -54,9 +54,10 @@ def when_needed() -> tuple[AbstractContextManager[Any], AbstractContextManager[A
     hooks = _hooks_here()
     if hooks is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    call = _driver.native().Call(hooks[1])
+    function = _function_of(sys._getframe(1))
+    call = _driver.native().Call(hooks[1], _name_of(function))
     call.collect()
-    return _First(call, hooks[0]), _Again(call, _function_of(sys._getframe(1)))
+    return _First(call, hooks[0]), _Again(call, function)
 
 
 def checkpoint(
@@ -360,6 +361,15 @@ def _function_of(frame: FrameType | None) -> Any:
             return functools.partial(function, *here.get("args", ()), **here.get("kwargs", {}))
         frame = frame.f_back
     return None
+
+
+def _name_of(function: Any) -> str:
+    """The class of the module whose method it is, or its own name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    found = type(owner).__name__ if owner is not None else getattr(function, "__qualname__", "")
+    return str(found)
 
 
 # --- Whether torch's checkpoint is the one that is known here

@@ -117,8 +117,9 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
       made = Made{};
     }
     try {
-      record->place = d_.plan.saved(block->size, Ledger::id_of(*record), made,
-                                    {inside.call, of_call && record->block_begin == 0, inside.op});
+      record->place = d_.plan.saved(
+          block->size, Ledger::id_of(*record), made,
+          {inside.call, of_call && record->block_begin == 0, inside.op, inside.region});
     } catch (...) {
       d_.ledger.close(record);  // the host has no memory for the trace
       throw;

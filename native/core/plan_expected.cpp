@@ -199,10 +199,11 @@ Plan::Shown Plan::shown() const {
   }
   for (std::size_t i = 0; i < trace.entries.size(); ++i) {
     const Trace::Entry& entry = trace.entries[i];
-    auto one = std::find_if(all.ops.begin(), all.ops.end(),
-                            [&](const ByOp& of) { return of.op == entry.op; });
+    auto one = std::find_if(all.ops.begin(), all.ops.end(), [&](const ByOp& of) {
+      return of.op == entry.op && of.region == entry.region;
+    });
     if (one == all.ops.end()) {
-      one = all.ops.insert(one, ByOp{entry.op});
+      one = all.ops.insert(one, ByOp{entry.region, entry.op});
     }
     ++one->records;
     (fates[i] == Fate::stay    ? one->stays

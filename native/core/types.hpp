@@ -58,7 +58,8 @@ struct Made {
 struct Origin {
   std::uint64_t call = 0;
   bool made = false;
-  const char* op = nullptr;  // one text for each, which stays
+  const char* op = nullptr;      // one text for each, which stays
+  const char* region = nullptr;  // likewise
 };
 
 // The call of a region that something is saved in, which can be made again by running the region
@@ -67,6 +68,7 @@ struct Inside {
   std::uint64_t call = 0;    // its number; 0: none
   std::uint64_t since = 0;   // Runtime::serial() when it began
   const char* op = nullptr;  // Origin's
+  const char* region = nullptr;
 };
 
 }  // namespace stagehand::core

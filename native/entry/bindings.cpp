@@ -84,7 +84,8 @@ nb::list pinned_demand(int device) {
   return found;
 }
 
-// (step, best, late, again: ns; by op: name, records, bytes that stay, leave, are dropped, ns)
+// (step, best, late, again: ns; by region and op: both, records, bytes that stay, leave, are
+// dropped, ns)
 nb::tuple plan(int device) {
   core::Plan::Shown shown;
   if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
@@ -93,7 +94,8 @@ nb::tuple plan(int device) {
   }
   nb::list ops;
   for (const core::Plan::ByOp& one : shown.ops) {
-    ops.append(nb::make_tuple(one.op != nullptr ? op_name(one.op) : std::string(), one.records,
+    ops.append(nb::make_tuple(one.region != nullptr ? one.region : "",
+                              one.op != nullptr ? op_name(one.op) : std::string(), one.records,
                               one.stays, one.leaves, one.drops, one.again_ns));
   }
   return nb::make_tuple(shown.step_ns, shown.best_ns, shown.forecast.late_ns,
@@ -295,7 +297,7 @@ NB_MODULE(_native, module) {
       .def("unpack", &Hooks::unpack, "handle"_a)
       .def("passed_through", &Hooks::passed_through);
   nb::class_<Call>(module, "Call", nb::is_weak_referenceable())
-      .def(nb::init<int>(), "device"_a)
+      .def(nb::init<int, const std::string&>(), "device"_a, "region"_a = "")
       .def("collect", [](nb::handle_t<Call> call) { Call::collect(call); })
       .def(
           "begin",

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <unordered_map>
 
 #include "entry/registry.hpp"
@@ -38,6 +39,12 @@ std::string numbers(const std::int64_t* values, std::int32_t count) {
     text += (i > 0 ? ", " : "") + std::to_string(values[i]);
   }
   return text + "]";
+}
+
+// One text for each name, which stays: plans outlive calls. With the GIL.
+const char* staying(const std::string& name) {
+  static auto& names = *new std::set<std::string>();
+  return name.empty() ? nullptr : names.insert(name).first->c_str();
 }
 
 std::string words(const Geometry& g, const char* op, std::uint32_t version) {
@@ -81,8 +88,9 @@ class Call::Turn {
   Call& call_;
 };
 
-Call::Call(int device)
-    : runtime_(Registry::get().find(device)),
+Call::Call(int device, const std::string& region)
+    : region_(staying(region)),
+      runtime_(Registry::get().find(device)),
       id_(++last_call),
       since_(runtime_ != nullptr ? runtime_->serial() : 0) {}
 

@@ -21,7 +21,8 @@ class Capture;
 
 class Call {
  public:
-  explicit Call(int device);
+  // `region`: what it is called, for people.
+  Call(int device, const std::string& region);
   ~Call();
   Call(const Call&) = delete;
 
@@ -40,7 +41,7 @@ class Call {
   static void forget_open();
   static Call& of(const Handle& handle) { return *nb::inst_ptr<Call>(handle.call); }
 
-  core::Inside inside() const { return {id_, since_}; }
+  core::Inside inside() const { return {id_, since_, nullptr, region_}; }
   // Its next save, or an input of the call that is about to begin.
   void saved(Handle& handle, const core::SeenTensor& seen);
   static void maybe_input(nb::handle tensor);
@@ -68,6 +69,7 @@ class Call {
   // The last place of each dropped record: what was changed in place since is in there.
   std::vector<std::uint32_t> wanted() const;
 
+  const char* const region_;
   core::Runtime* const runtime_;
   const std::uint64_t id_;
   const std::uint64_t since_;

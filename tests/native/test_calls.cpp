@@ -95,6 +95,26 @@ TEST("of a call that is dropped first is what makes the most room for its time")
   CHECK_EQ(items[0].used, items[1].used);
 }
 
+TEST("a small part of a call that autocast holds until forward ends does not hold the rest") {
+  Blocks blocks(16, 40 * kSize);
+  const auto late = [&] {
+    const Forecast told = forecast(blocks.step, choose_fates(blocks.step, blocks.stay));
+    return told.late_ns + told.again_ns;
+  };
+  for (std::uint32_t i = 1; i < 64; i += 4) {
+    blocks.records[i].bytes = kSize / 16;
+  }
+  const std::uint64_t before = late();
+  for (std::uint32_t i = 1; i < 64; i += 4) {
+    blocks.records[i].retained = 64;
+  }
+  const Grid grid(blocks.step);
+  for (const Droppable& item : droppable(grid)) {
+    CHECK(item.bytes < kSize || item.retained <= grid.records[item.records.back()].retained);
+  }
+  CHECK(late() <= before + before / 16);
+}
+
 TEST("calls are run again where the lanes would be late, and no more of them than that") {
   const Blocks blocks(16, 40 * kSize);
   const std::vector<Fate> fates = choose_fates(blocks.step, blocks.stay);
@@ -140,6 +160,10 @@ TEST("a model in regions takes in a third of its memory what its forward takes l
     CHECK(outcome.later < 1.27);
     CHECK(outcome.last.reruns > 0);
   }
+}
+
+TEST("under autocast a model in two thirds of its memory takes little longer") {
+  CHECK(replayed("vit.txt", 0.6, true).later < 1.09);
 }
 
 TEST("what steps took decides: none ends slower than it began") {

@@ -45,7 +45,7 @@ def dropping(reruns: int | None = None) -> Iterator[None]:
 
 def short_pool(nodes: bool = False) -> stagehand_alloc.Pool:
     """Of another budget than the pools with room: a plan holds for its own."""
-    return stagehand_alloc.pool(high="300MiB", config={"recompute": nodes})
+    return stagehand_alloc.pool(high="300MiB", recompute="nodes" if nodes else False)
 
 
 @contextlib.contextmanager
@@ -66,7 +66,9 @@ def same_as_plain_torch(
     """Run `program` without regions or a pool, then with both: with room, and with all dropped."""
     expected = program(contextlib.nullcontext(), plainly)
     with leaves_nothing(), nothing_dropped():
-        assert program(stagehand_alloc.pool(config={"recompute": nodes}), region) == expected
+        assert (
+            program(stagehand_alloc.pool(recompute="nodes" if nodes else False), region) == expected
+        )
     with leaves_nothing(), dropping(reruns):
         assert program(short_pool(nodes), region) == expected
 

@@ -403,6 +403,9 @@ def test_recompute_compares_every_step_with_plain_torch(tmp_path: pathlib.Path) 
     done = run("recompute.py", "--simulated", "--only", "gpt", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["models"]["gpt"]
-    assert [one["share"] for one in found["checkpointed"]] == [0.25, 0.5, 1.0]
+    assert [one["share"] for one in found["checkpointed"]] == [0.25, 0.5, 1.0, 1.0]
+    assert [one["selective"] for one in found["checkpointed"]] == [False, False, False, True]
+    assert found["with_room"]["reruns"] == 0
+    assert found["with_room"]["bitwise"]
     assert [one["recompute"] for one in found["ours"]] == [False, True]
     assert all(one["bitwise"] and one["over_bytes"] == 0 for one in found["ours"])

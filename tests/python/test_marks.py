@@ -100,7 +100,7 @@ def test_shared_modules_are_marked_once() -> None:
 
 @pytest.mark.parametrize("wrong", ["layers", 3, [], [nn.ReLU(), "x"], object()])
 def test_what_is_no_module_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="neither a bool nor modules"):
+    with pytest.raises(ConfigError, match="neither a bool, nor 'nodes', nor modules"):
         stagehand_alloc.pool(recompute=wrong)
 
 
@@ -170,3 +170,52 @@ def test_false_turns_off_what_the_settings_turned_on() -> None:
     assert stagehand_alloc.pool(config={"recompute": True})._config.recompute
     assert not stagehand_alloc.pool(recompute=False, config={"recompute": True})._config.recompute
     assert stagehand_alloc.pool(recompute=True)._config.recompute
+
+
+@pytest.mark.parametrize("wrong", ["node", 3, None])
+def test_settings_that_recompute_cannot_have_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="neither a bool nor 'nodes'"):
+        stagehand_alloc.Config(recompute=wrong)
+
+
+@pytest.mark.parametrize("asked", [{"recompute": True}, {"config": {"recompute": True}}])
+def test_true_finds_the_blocks_of_what_the_first_steps_call(asked: dict[str, Any]) -> None:
+    recipe = BY_NAME["gpt"]
+    expected = train(recipe)
+    pool = stagehand_alloc.pool(footprint(recipe).high(0.4), **asked)
+    before = stagehand_alloc.stats().reruns
+    with leaves_nothing(), dropping():
+        assert train(recipe, pool) == expected
+    assert stagehand_alloc.stats().reruns > before
+
+
+def test_true_marks_blocks_while_the_pool_is_entered_and_none_of_a_compiled_model() -> None:
+    model = Nested()
+    pool = stagehand_alloc.pool("310MiB", recompute=True)
+    for marked in (False, True):
+        with pool:
+            model(torch.randn(8, 4)).sum()
+            assert all("forward" in one.__dict__ for one in model.layers) == marked
+        assert not any("forward" in one.__dict__ for one in model.modules())
+    marks = _marks.Marks.found()
+    marks.look_in([torch.compile(model)])
+    assert marks.looking()
+
+
+def test_a_block_that_adds_to_a_cache_does_not_run_twice() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, past_key_values: list[Tensor]) -> Tensor:
+            past_key_values.append(x.detach())
+            return torch.tanh(self.linear(x))
+
+    block = Block()
+    cache: list[Tensor] = []
+    pool = stagehand_alloc.pool("310MiB", recompute=[block])
+    with pytest.warns(UserWarning, match="use_cache = False"), pool:
+        loss = block(torch.randn(32, 64), past_key_values=cache).sum()
+    loss.backward()
+    assert len(cache) == 1

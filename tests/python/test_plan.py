@@ -52,8 +52,8 @@ def test_what_moves_and_what_is_dropped_stands_with_the_op_that_made_it(recomput
 def test_the_table_lists_what_leaves_first_and_the_forecast_last() -> None:
     plan = StepPlan(
         (
-            PlanLine("GeluBackward0", 6, 0, 1 << 20, 5 << 20, 0.25),
-            PlanLine("", 2, 3 << 20, 0, 0, 0.0),
+            PlanLine("Block", "GeluBackward0", 6, 0, 1 << 20, 5 << 20, 0.25),
+            PlanLine("", "", 2, 3 << 20, 0, 0, 0.0),
         ),
         step_ms=12.0,
         best_ms=12.5,
@@ -65,8 +65,28 @@ def test_the_table_lists_what_leaves_first_and_the_forecast_last() -> None:
         "best so far 12.5 ms in all."
     )
     assert str(plan).splitlines() == [
-        "made by        storages      stay      move   dropped   again",
-        "GeluBackward0         6       0 B  1.00 MiB  5.00 MiB  0.2 ms",
-        "(no graph)            2  3.00 MiB       0 B       0 B  0.0 ms",
+        "in     made by        storages      stay      move   dropped   again",
+        "Block  GeluBackward0         6       0 B  1.00 MiB  5.00 MiB  0.2 ms",
+        "-      (no graph)            2  3.00 MiB       0 B       0 B  0.0 ms",
         told,
     ]
+
+
+def test_regions_are_named_by_their_modules_or_functions() -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+    x = torch.randn(512, 64, requires_grad=True)
+    pool = stagehand_alloc.pool(high="310MiB", recompute=model)
+    for _ in range(2):
+        y = x
+        with pool:
+            for block in model:
+                y = block(y)
+            loss = stagehand_alloc.checkpoint(head, y).sum()
+        loss.backward()
+    found = {(line.region, line.op) for line in pool.plan().lines}
+    assert ("Sequential", "AddmmBackward0") in found
+    assert any(region.endswith("head") for region, _ in found)

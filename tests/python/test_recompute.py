@@ -34,7 +34,7 @@ SOME = 1 << 18  # floats: 1 MiB
 
 def recomputing(**sizes: Any) -> stagehand_alloc.Pool:
     assert _recompute.load() == "loaded"
-    return stagehand_alloc.pool(config={"recompute": True}, **sizes)
+    return stagehand_alloc.pool(recompute="nodes", **sizes)
 
 
 @contextlib.contextmanager

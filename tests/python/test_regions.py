@@ -71,7 +71,7 @@ def test_training_equals_plain_torch_with_all_dropped_that_can_be(name: str, nod
     assert not nodes or _recompute.load() == "loaded"
     expected = train(BY_NAME[name])
     with leaves_nothing(), dropping():  # the pool goes: it has a byte for each open proof
-        pool = stagehand_alloc.pool("300MiB", config={"recompute": nodes})
+        pool = stagehand_alloc.pool("300MiB", recompute="nodes" if nodes else False)
         assert train(in_regions(BY_NAME[name]), pool) == expected
         del pool
 
