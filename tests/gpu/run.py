@@ -18,10 +18,10 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -31,7 +31,6 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
-TIMEOUT_SECONDS = 300
 MOST_JOBS = 16
 GIB_OF_EACH = 10  # of the device's memory
 SHARED = "STAGEHAND_GPU_TESTS_SHARED"  # a folder for what several tests of one run need
@@ -81,14 +80,61 @@ def nth_gpu(visible: str | None, gpu: int) -> str:
 
 def pytest(*arguments: str) -> list[str]:
     # -s: what a crashed process has said is not lost with it.
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", *arguments]
+    return ["-p", "no:cacheprovider", "-q", "-s", *arguments]
+
+
+class ForkServer:
+    """One process that a thread's tests are forked of, one after the other."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "fork_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(),
+        )
+
+    def run(self, arguments: list[str], env: dict[str, str], output: pathlib.Path) -> int:
+        """pytest with these arguments; its exit code."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"arguments": arguments, "environment": env, "output": str(output)}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+class ForkServers:
+    """Of each thread that asks, its own."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._all: list[ForkServer] = []
+
+    def mine(self) -> ForkServer:
+        if not hasattr(self._of_thread, "server"):
+            self._of_thread.server = ForkServer()
+            self._all.append(self._of_thread.server)
+        server: ForkServer = self._of_thread.server
+        return server
+
+    def __enter__(self) -> ForkServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._all:
+            server.end()
 
 
 def collect(expression: str | None) -> list[str]:
     """The node ids of all tests, or those that `expression` selects."""
     selection = ["-k", expression] if expression else []
     done = subprocess.run(
-        pytest("--collect-only", *selection, str(HERE)),
+        [sys.executable, "-m", "pytest", *pytest("--collect-only", *selection, str(HERE))],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -100,29 +146,19 @@ def collect(expression: str | None) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def run_one(test: str, shared: str, gpu: int | None = None) -> Outcome:
+def run_one(test: str, servers: ForkServers, shared: str, gpu: int | None = None) -> Outcome:
     """Run one test in its own process group, which is ended when it takes too long."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        process = subprocess.Popen(
-            pytest(f"--junitxml={report}", test),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=environment(shared, gpu),
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output = f"{process.communicate()[0]}\nended after {TIMEOUT_SECONDS} s"
-        outcome = read_outcome(report) if process.returncode == 0 else "failed"
+        said = pathlib.Path(folder) / "output.txt"
+        arguments = pytest(f"--junitxml={report}", test)
+        code = servers.mine().run(arguments, environment(shared, gpu), said)
+        outcome = read_outcome(report) if code == 0 else "failed"
         figures = read_figures(report)
+        output = said.read_text(encoding="utf-8", errors="replace")
     if outcome == "failed":
-        output += f"\nexit code {process.returncode}"
+        output += f"\nexit code {code}"
     return Outcome(test, outcome, round(time.perf_counter() - began, 1), output, figures)
 
 
@@ -171,11 +207,15 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
             outcomes.append(done.result())
             show(outcomes[-1])
 
-    with ThreadPoolExecutor(jobs) as threads, ThreadPoolExecutor(1) as one:
-        on_all_running = [threads.submit(run_one, test, shared) for test in on_all]
-        running = [threads.submit(run_one, test, shared, first) for test in others]
+    with (
+        ForkServers() as servers,
+        ThreadPoolExecutor(jobs) as threads,
+        ThreadPoolExecutor(1) as one,
+    ):
+        on_all_running = [threads.submit(run_one, test, servers, shared) for test in on_all]
+        running = [threads.submit(run_one, test, servers, shared, first) for test in others]
         show_all(on_all_running if gpus > 1 else [*on_all_running, *running])
-        running += [one.submit(run_one, test, shared, last) for test in alone]
+        running += [one.submit(run_one, test, servers, shared, last) for test in alone]
         show_all(running if gpus > 1 else running[len(others) :])
     return outcomes
 

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
-SECONDS = float(os.environ.get("STAGEHAND_STRESS_SECONDS", "10"))  # of each seed
+SECONDS = float(os.environ.get("STAGEHAND_STRESS_SECONDS", "8"))  # of each seed
 
 
 @pytest.mark.parametrize("seed", range(4))
