@@ -141,8 +141,14 @@ _BUILDERS: dict[str, Callable[[dict[str, Any], torch.dtype], Training]] = {
 class Checkpointed:
     """A checkpoint around a share of the blocks while entered, spread evenly."""
 
-    def __init__(self, blocks: list[nn.Module], share: float) -> None:
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        share: float,
+        context_fn: Callable[[], Any] | None = None,  # checkpoint's own argument
+    ) -> None:
         count = len(blocks)
+        self._context_fn = context_fn
         # Block i is chosen where the rounded share of the first i + 1 blocks rises.
         self._chosen = [
             block
@@ -152,15 +158,37 @@ class Checkpointed:
 
     def __enter__(self) -> None:
         for block in self._chosen:
-            block.forward = _checkpointed(block.forward)
+            block.forward = _checkpointed(block.forward, self._context_fn)
 
     def __exit__(self, *error: object) -> None:
         for block in self._chosen:
             del block.forward
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(
+    forward: Callable[..., Any], context_fn: Callable[[], Any] | None
+) -> Callable[..., Any]:
+    more = {} if context_fn is None else {"context_fn": context_fn}
+
     def run(*arguments: Any, **named: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+        return checkpoint(forward, *arguments, use_reentrant=False, **more, **named)
 
     return run
+
+
+def products_kept() -> tuple[Any, Any]:
+    """A ``context_fn`` of torch's selective checkpointing: products and attention are not made
+    again, all else is."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    aten: Any = torch.ops.aten
+    kept = [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)
+    return contexts

@@ -2,11 +2,13 @@
 
     python benchmarks/recompute.py [--quick] [--simulated] [--only gpt,llama,vit] [--out FILE]
 
-For each model, in one process under the process allocator: plain steps; torch.utils.checkpoint on a
-quarter, half and all of the blocks; and at each budget, moving alone and `recompute=model`. Plain
-steps run before and after each, and every ratio is to the median of the two beside it. A variant of
-ours first runs until its plans were tried out; what that took is reported. Gradients are compared
-with plain torch's, bit by bit, in steps with deterministic kernels of their own.
+For each model, in one process under the process allocator: plain steps; `recompute=model` with room
+for all; torch.utils.checkpoint on a quarter, half and all of the blocks, and selective, keeping
+what products and attention make; at each budget, moving alone and `recompute=model`; and at one
+budget of the GPT, the same with a link of 12 GB/s. Plain steps run before and after each, and every
+ratio is to the median of the two beside it. A variant of ours first runs until its plans were tried
+out; what that took is reported. Gradients are compared with plain torch's, bit by bit, in steps
+with deterministic kernels of their own.
 
 Peaks are of what was occupied, by our own books, checkpointing too. Writes
 benchmarks/results/recompute.json; with --quick, without the variants that only move.
@@ -39,6 +41,9 @@ BARS: dict[str, dict[float, float]] = {
     "llama": {10.6: 1.05, 8.8: 1.09, 6.7: 1.14, 5.4: 1.22},
     "vit": {12.9: 1.04, 8.8: 1.10, 4.4: 1.22},
 }
+WITH_ROOM = 1.005
+SLOW_LINK = "12GB"
+SLOWED: dict[str, dict[float, float]] = {"gpt": {13.0: 1.06}}
 CHECKPOINTS = (0.25, 0.5, 1.0)
 TRIED = 40  # steps, by which plans were tried out
 TIMED = 8
@@ -126,11 +131,11 @@ class Bench:
         times = measure()
         return times, statistics.median(before + plainly())
 
-    def checkpointed(self, share: float) -> dict[str, Any]:
-        from models import Checkpointed
+    def checkpointed(self, share: float, selective: bool = False) -> dict[str, Any]:
+        from models import Checkpointed, products_kept
 
         def around() -> Checkpointed:
-            return Checkpointed(self.training.blocks, share)
+            return Checkpointed(self.training.blocks, share, products_kept if selective else None)
 
         def measure() -> list[float]:
             self.step(around())
@@ -138,13 +143,21 @@ class Bench:
 
         times, plain = self.beside(measure)
         _, peak = self.peak_of(around)
-        return {"share": share, "peak_gib": peak / GIB, "ratio": statistics.median(times) / plain}
+        return {
+            "share": share,
+            "selective": selective,
+            "peak_gib": peak / GIB,
+            "ratio": statistics.median(times) / plain,
+        }
 
-    def ours(self, high: int, recompute: bool, steps: int) -> dict[str, Any]:
+    def ours(
+        self, high: int, recompute: bool, steps: int, rate: str | None = None
+    ) -> dict[str, Any]:
         import stagehand_alloc
 
         again = self.training.model if recompute else False
-        pool = stagehand_alloc.pool(high=high, recompute=again)
+        rates = {"d2h_bytes_per_second": rate, "h2d_bytes_per_second": rate}
+        pool = stagehand_alloc.pool(high=high, recompute=again, config=rates if rate else None)
         tried: list[float] = []
         gained = []
 
@@ -162,6 +175,7 @@ class Bench:
         return {
             "high_gib": high / GIB,
             "recompute": recompute,
+            "bytes_per_second": rate,
             "ratio": statistics.median(times) / plain,
             "plain_ms": plain,
             "first": tried[0] / plain,
@@ -180,7 +194,13 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     simulated = options.simulated
     bench = Bench(*(("gpt", TINY_GPT) if simulated else MODELS[name]), simulated)
     result: dict[str, Any] = {"start_gib": bench.start / GIB, "peak_gib": bench.peak / GIB}
-    result["checkpointed"] = [bench.checkpointed(share) for share in CHECKPOINTS]
+    room = bench.peak * 2
+    bench.ours(room, True, 1)  # builds the libraries where they are not kept
+    result["with_room"] = bench.ours(room, True, 3 if simulated else TIMED)
+    result["checkpointed"] = [
+        *(bench.checkpointed(share) for share in CHECKPOINTS),
+        bench.checkpointed(1.0, selective=True),
+    ]
     highs = [int(high * GIB) for high in BARS[name]]
     if simulated:
         highs = [bench.start + (bench.peak - bench.start) * 3 // 4]
@@ -190,13 +210,22 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for high in highs
         for way in ways
     ]
+    result["slowed"] = [
+        bench.ours(int(high * GIB), True, TRIED, SLOW_LINK)
+        for high in ({} if simulated else SLOWED.get(name, {}))
+    ]
     return result
 
 
 def claims(name: str, model: dict[str, Any]) -> list[Row]:
-    rows = []
+    with_room = model["with_room"]
+    rows = [
+        Row(f"{name}: room for all", with_room["ratio"], at_most=WITH_ROOM),
+        Row(f"{name}: room for all, made again", with_room["reruns"], at_most=0),
+    ]
     for one in model["checkpointed"]:
-        what = f"checkpoint {one['share']:.0%} of the blocks, {one['peak_gib']:.1f} GiB"
+        kind = "selective checkpoint" if one["selective"] else "checkpoint"
+        what = f"{kind} {one['share']:.0%} of the blocks, {one['peak_gib']:.1f} GiB"
         rows.append(Row(f"{name}: {what}", one["ratio"]))
     for one, bar in zip(
         (one for one in model["ours"] if one["recompute"]), BARS[name].values(), strict=False
@@ -204,12 +233,17 @@ def claims(name: str, model: dict[str, Any]) -> list[Row]:
         at = f"{name}: {one['high_gib']:.1f} GiB"
         rows += [
             Row(f"{at}, settled", one["ratio"], at_most=bar),
-            Row(f"{at}, first step", one["first"]),
+            Row(f"{at}, first step over a settled one", one["first"] / one["ratio"]),
+            Row(f"{at}, map calls", one["map_calls"], at_most=0),
+            Row(f"{at}, late restores", one["late_restores"], at_most=0),
             Row(f"{at}, bytes over high", one["over_bytes"], at_most=0),
             Row(f"{at}, bitwise", float(one["bitwise"]), at_least=1),
         ]
     for one in (one for one in model["ours"] if not one["recompute"]):
         rows.append(Row(f"{name}: {one['high_gib']:.1f} GiB, moving alone", one["ratio"]))
+    for one, bar in zip(model["slowed"], SLOWED.get(name, {}).values(), strict=False):
+        at = f"{name}: {one['high_gib']:.1f} GiB, {one['bytes_per_second']}/s"
+        rows.append(Row(at, one["ratio"], at_most=bar))
     return rows
 
 
