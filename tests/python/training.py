@@ -89,6 +89,7 @@ def leaves_nothing() -> Iterator[None]:
     gc.collect()
     read_proofs()
     before = stagehand_alloc.stats()
+    assert (before.records, before.handles) == (0, 0), "a test before this one left them"
     yield
     gc.collect()
     read_proofs()
