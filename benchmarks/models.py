@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
-from stagehand_alloc._demo_gpt import GPT  # noqa: E402
-from stagehand_alloc._demo_gpt import Shape as GPTShape  # noqa: E402
+from stagehand_alloc._cli.demo_gpt import GPT  # noqa: E402
+from stagehand_alloc._cli.demo_gpt import Shape as GPTShape  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)

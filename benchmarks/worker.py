@@ -337,7 +337,7 @@ class Worker:
             self.pools[mode] = self.stagehand.pool(mode=self.settings.mode)
         pool: Any = self.pools[mode]
         if self.settings.use_on_oom and pool.mem_pool is None:
-            from stagehand_alloc import _modes
+            from stagehand_alloc._torch_side import modes as _modes
 
             pool._mem_pool = _modes.make_mem_pool(torch.cuda.current_device(), use_on_oom=True)
         entered: AbstractContextManager[Any] = pool

@@ -27,8 +27,8 @@ from workload_networks import (
     VideoTransformer,
 )
 
-from stagehand_alloc._demo_gpt import GPT
-from stagehand_alloc._demo_gpt import Shape as GPTShape
+from stagehand_alloc._cli.demo_gpt import GPT
+from stagehand_alloc._cli.demo_gpt import Shape as GPTShape
 
 Around = Callable[[], AbstractContextManager[Any]]
 Phase = Callable[[str], None]

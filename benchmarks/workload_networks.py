@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stagehand_alloc._demo_gpt import Block
-from stagehand_alloc._demo_gpt import Shape as GPTShape
+from stagehand_alloc._cli.demo_gpt import Block
+from stagehand_alloc._cli.demo_gpt import Shape as GPTShape
 
 
 class Lora(nn.Module):

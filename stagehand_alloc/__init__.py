@@ -11,8 +11,11 @@
 Importing it loads neither torch nor the CUDA driver.
 """
 
-from stagehand_alloc._config import Config as Config
-from stagehand_alloc._config import load_config as load_config
+from stagehand_alloc._books.plan import PlanLine as PlanLine
+from stagehand_alloc._books.plan import StepPlan as StepPlan
+from stagehand_alloc._books.stats import PoolStats as PoolStats
+from stagehand_alloc._books.stats import reset_peak_stats as reset_peak_stats
+from stagehand_alloc._books.stats import stats as stats
 from stagehand_alloc._errors import AllocatorTooLateError as AllocatorTooLateError
 from stagehand_alloc._errors import AlreadyInstalledError as AlreadyInstalledError
 from stagehand_alloc._errors import ChecksumError as ChecksumError
@@ -36,18 +39,15 @@ from stagehand_alloc._errors import StagehandError as StagehandError
 from stagehand_alloc._errors import TelemetryError as TelemetryError
 from stagehand_alloc._errors import TorchTooOldError as TorchTooOldError
 from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
-from stagehand_alloc._hooks import SavedTensorInfo as SavedTensorInfo
-from stagehand_alloc._install import allocator as allocator
-from stagehand_alloc._limits import LaneLimits as LaneLimits
-from stagehand_alloc._plan import PlanLine as PlanLine
-from stagehand_alloc._plan import StepPlan as StepPlan
-from stagehand_alloc._pool import Pool as Pool
-from stagehand_alloc._pool import keep as keep
-from stagehand_alloc._pool import pool as pool
-from stagehand_alloc._regions import checkpoint as checkpoint
-from stagehand_alloc._regions import when_needed as when_needed
-from stagehand_alloc._stats import PoolStats as PoolStats
-from stagehand_alloc._stats import reset_peak_stats as reset_peak_stats
-from stagehand_alloc._stats import stats as stats
+from stagehand_alloc._settings.config import Config as Config
+from stagehand_alloc._settings.config import load_config as load_config
+from stagehand_alloc._settings.link import LaneLimits as LaneLimits
+from stagehand_alloc._step.hooks import SavedTensorInfo as SavedTensorInfo
+from stagehand_alloc._step.pool import Pool as Pool
+from stagehand_alloc._step.pool import keep as keep
+from stagehand_alloc._step.pool import pool as pool
+from stagehand_alloc._step.regions import checkpoint as checkpoint
+from stagehand_alloc._step.regions import when_needed as when_needed
+from stagehand_alloc._torch_side.install import allocator as allocator
 
 __version__ = "0.1.0"

@@ -14,17 +14,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 is a command that could not be run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
-        from stagehand_alloc import _demo
+        from stagehand_alloc._cli import demo as _demo
 
         return int(_demo.main(arguments[1:]))
     if arguments[:1] == ["run"]:
-        from stagehand_alloc import _run
+        from stagehand_alloc._cli import run as _run
 
         return _run.main(arguments[1:])
     options = _parse(arguments)
     if options.command == "report":
         return _report(options.file)
-    from stagehand_alloc import _doctor
+    from stagehand_alloc._cli import doctor as _doctor
 
     return _doctor.main(options.file)
 
@@ -45,7 +45,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _report(path: str) -> int:
-    from stagehand_alloc import _telemetry
+    from stagehand_alloc._books import telemetry as _telemetry
 
     try:
         print(_telemetry.report(_telemetry.read_steps(path)))

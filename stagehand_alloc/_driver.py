@@ -18,9 +18,9 @@ from stagehand_alloc._errors import (
     DriverNotFoundError,
     DriverTooOldError,
     ForkedError,
-    NotBuiltError,
     VirtualMemoryError,
 )
+from stagehand_alloc._extension import native
 
 MINIMUM_VERSION = 12000  # as cuDriverGetVersion counts: 1000 * major + 10 * minor
 _ATTRIBUTE_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -48,18 +48,6 @@ class Device:
     virtual_memory: bool
 
 
-def native() -> Any:
-    """The extension module. Raises NotBuiltError where it is missing."""
-    try:
-        from stagehand_alloc import _native
-    except ImportError as error:
-        raise NotBuiltError(
-            f"The extension stagehand_alloc._native cannot be loaded: {error}.",
-            "Build it: `make setup` in the source folder, or `pip install stagehand_alloc`.",
-        ) from error
-    return _native
-
-
 def start() -> None:
     """Load and initialise the driver and fill the extension's table; once per process.
 
@@ -68,10 +56,9 @@ def start() -> None:
     global _started_in
     with _lock:
         if _started_in is None:
-            extension = native()
             version = _initialise()
-            addresses = [_address(symbol, version) for symbol in extension.driver_symbols()]
-            extension.install_driver(addresses)
+            addresses = [_address(symbol, version) for symbol in native.driver_symbols()]
+            native.install_driver(addresses)
             _started_in = os.getpid()
 
 
@@ -151,22 +138,6 @@ def _numa_node(index: int) -> int:
         return -1
 
 
-def memory_info(index: int) -> tuple[int, int]:
-    """Free and total bytes of device ``index``, as the driver counts them. Waits for nothing."""
-    _initialise()
-    handle = _call("cuDeviceGet", index)
-    context = _call("cuDevicePrimaryCtxRetain", handle)
-    try:
-        _call("cuCtxPushCurrent", context)
-        try:
-            free, total = _call("cuMemGetInfo")
-        finally:
-            _call("cuCtxPopCurrent")
-    finally:
-        _call("cuDevicePrimaryCtxRelease", handle)
-    return int(free), int(total)
-
-
 def _initialise() -> int:
     """cuInit and the checks on it; returns the driver's version."""
     check_process()
@@ -199,7 +170,7 @@ def _address(symbol: str, version: int) -> int:
     Each is asked for in one form: that of CUDA 12.0, or of the version an optional one came with.
     An older driver is not asked for those: it might know them with other parameters.
     """
-    since = native().optional_driver_symbols().get(symbol)
+    since = native.optional_driver_symbols().get(symbol)
     if since is not None and version < since:
         return 0
     result, address, *_ = _bindings().cuGetProcAddress(

@@ -20,10 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stagehand_alloc import _build, _driver, _install
-from stagehand_alloc._config import Size, parse_size
+from stagehand_alloc import _driver
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built.compiler import Library
 from stagehand_alloc._errors import SimulatorError
-from stagehand_alloc._recipe import Library
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import Size, parse_size
+from stagehand_alloc._torch_side import install as _install
 
 _HOST_SYNCHRONOUS = 1  # native/sim/control.hpp: STAGEHAND_SIM_HOST_SYNCHRONOUS
 _NO_POISON = 2  # STAGEHAND_SIM_NO_POISON
@@ -196,7 +199,6 @@ def _start(settings: Settings) -> SimulatedGpu:
             f"A CUDA driver is loaded in this process already ({', '.join(loaded) or 'in use'}).",
             "Call simulated_gpu() before anything uses CUDA, or in another process.",
         )
-    native = _driver.native()
     _, bridge = _build.load(_CPU_BRIDGE)
     sim = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     flags = _HOST_SYNCHRONOUS | (0 if settings.poison else _NO_POISON)
@@ -220,7 +222,7 @@ def _start(settings: Settings) -> SimulatedGpu:
 
 
 def _library_path() -> Path:
-    path = Path(_driver.native().__file__).parent / "_sim" / "libcuda.so.1"
+    path = Path(native.__file__).parent / "_sim" / "libcuda.so.1"
     if not path.exists():
         raise SimulatorError(
             f"The simulator's library is not at {path}.",

@@ -30,7 +30,7 @@ void put(PyObject*& place, PyObject* value) {
 }
 
 nb::object regions(const char* name) {
-  return nb::module_::import_("stagehand_alloc._regions").attr(name);
+  return nb::module_::import_("stagehand_alloc._step.regions").attr(name);
 }
 
 std::string numbers(const std::int64_t* values, std::int32_t count) {

@@ -1,8 +1,8 @@
 // Regions: what a function saved can be made again by running the function once more. One run of it
 // under a pool is a *call*, an interval of saves on one thread: a handle knows its call and its
 // place in there. Who runs it again is torch's own checkpoint, which holds the inputs and the
-// states of random numbers and autocast (stagehand_alloc/_regions.py); Python is asked once a call
-// and once a re-run. With the GIL, all of it.
+// states of random numbers and autocast (stagehand_alloc/_step/regions.py); Python is asked once a
+// call and once a re-run. With the GIL, all of it.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -22,8 +22,9 @@ def load() -> ctypes.CDLL:
 
 def driver_addresses() -> ctypes.Array[ctypes.c_void_p]:
     from stagehand_alloc import _driver
+    from stagehand_alloc._extension import native
 
     _driver.start()
-    symbols = _driver.native().driver_symbols()
+    symbols = native.driver_symbols()
     version = _driver.driver_version()
     return (ctypes.c_void_p * len(symbols))(*[_driver._address(s, version) for s in symbols])

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from stagehand_alloc._demo_gpt import GPT, Shape
+from stagehand_alloc._cli.demo_gpt import GPT, Shape
 
 MIB = 1 << 20
 # What the driver itself may take meanwhile: page tables of pinned memory, lazily loaded kernels.

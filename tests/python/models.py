@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stagehand_alloc._demo_gpt import GPT, Shape
+from stagehand_alloc._cli.demo_gpt import GPT, Shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import _driver, _install, _modes, testing
+from stagehand_alloc import _driver, testing
+from stagehand_alloc._torch_side import install as _install
+from stagehand_alloc._torch_side import modes as _modes
 
 if TYPE_CHECKING:
     from stagehand_alloc.testing import SimulatedGpu
@@ -417,7 +419,7 @@ def test_an_unknown_fault_is_refused(gpu: SimulatedGpu) -> None:
 
 
 def test_no_compiler_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from stagehand_alloc import _build
+    from stagehand_alloc._built import build as _build
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -426,7 +428,7 @@ def test_no_compiler_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from stagehand_alloc import _build
+    from stagehand_alloc._built import build as _build
 
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n")

@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 
 import stagehand_alloc
-from stagehand_alloc import Config, _build, _cache, _doctor, _recipe, _trigger
-from stagehand_alloc._recipe import Library
+from stagehand_alloc import Config
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built import cache as _cache
+from stagehand_alloc._built import compiler as _recipe
+from stagehand_alloc._built import trigger as _trigger
+from stagehand_alloc._built.compiler import Library
+from stagehand_alloc._cli import doctor as _doctor
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -97,8 +102,8 @@ def two_processes(place: Place) -> list[tuple[int, str]]:
 import sys, time
 from pathlib import Path
 import torch
-from stagehand_alloc import _build
-from stagehand_alloc._recipe import Library
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built.compiler import Library
 Path({str(place.home)!r}, "ready" + sys.argv[1]).touch()
 while not Path({str(place.home)!r}, "go").exists():
     time.sleep(0.01)

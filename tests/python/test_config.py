@@ -12,8 +12,8 @@ import pytest
 
 import stagehand_alloc
 from stagehand_alloc import Config, ConfigError, SizeError, load_config
-from stagehand_alloc._config import format_bytes, parse_size, resolve_budget
-from stagehand_alloc._host import available_host_bytes, local_ranks
+from stagehand_alloc._settings.config import format_bytes, parse_size, resolve_budget
+from stagehand_alloc._settings.host_memory import available_host_bytes, local_ranks
 
 GIB = 1 << 30
 TOTAL = 24 * GIB

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stagehand_alloc
-from stagehand_alloc import _doctor
+from stagehand_alloc._cli import doctor as _doctor
 
 PUBLIC = {
     *("allocator", "pool", "keep", "stats", "reset_peak_stats", "load_config"),

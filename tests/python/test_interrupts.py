@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 PACKAGE = Path(stagehand_alloc.__file__).parent
 # Where a pool is entered and left: looked at by the bytecode; the rest of the package by the line.
-CLOSELY = {str(PACKAGE / name) for name in ("_pool.py", "_modules.py")}
+CLOSELY = {str(PACKAGE / "_step" / name) for name in ("pool.py", "module_names.py")}
 
 
 @pytest.fixture(autouse=True)

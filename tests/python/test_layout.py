@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stagehand_alloc import _recipe
+from stagehand_alloc._built import compiler as _recipe
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
@@ -35,7 +36,19 @@ FOREIGN = {
 STORY = "runtime"
 PURE = ("victim", "plan", "size_class")
 EFFECTS = ("device_heap", "pinned_pool", "ledger", "transfers", "books", "room", "arena", STORY)
-PUBLIC_MODULES = {"__init__.py", "__main__.py", "testing.py"}
+PACKAGE = ROOT / "stagehand_alloc"
+# The package's rooms, lowest floor first: each imports from those below it, and from itself.
+FLOORS = (
+    ("_errors",),
+    ("_extension", "_settings"),
+    ("_driver",),
+    ("_built", "_books"),
+    ("_torch_side",),
+    ("_step",),
+    ("testing",),
+    ("_cli",),
+)
+PUBLIC = {"testing.py"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -100,20 +113,55 @@ def test_every_header_is_guarded_once() -> None:
                 assert path.read_text().count("#pragma once") == 1, path
 
 
+def python_sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The folder in the package, or the file where it stands in none."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def known_by(path: Path) -> set[str]:
+    """The rooms of ours that a file imports from, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(PACKAGE.name):
+            continue
+        parts = (node.module or "").split(".")
+        found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return found - {"_native"}
+
+
+def test_every_room_of_the_package_is_on_a_floor() -> None:
+    rooms = {room_of(path) for path in python_sources()} - {"__init__", "__main__"}
+    assert rooms == {room for floor in FLOORS for room in floor}
+
+
+def test_imports_in_the_package_go_down_only() -> None:
+    below: set[str] = set()
+    for floor in FLOORS:
+        for room in floor:
+            for path in python_sources():
+                if room_of(path) == room:
+                    assert known_by(path) <= {*below, room, "__version__"}, path
+        below |= set(floor)
+
+
 def test_modules_are_private_unless_they_are_meant_to_be_used() -> None:
-    names = {path.name for path in (ROOT / "stagehand_alloc").glob("*.py")}
-    assert {name for name in names if not name.startswith("_")} | {
-        "__init__.py",
-        "__main__.py",
-    } == PUBLIC_MODULES
+    names = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    public = {name for name in names if not name.startswith("_")}
+    assert public == PUBLIC
 
 
 def test_only_one_module_touches_cuda_python() -> None:
     pattern = re.compile(r"^\s*(?:from|import)\s+cuda\b", re.MULTILINE)
-    users = [
-        p.name for p in (ROOT / "stagehand_alloc").glob("*.py") if pattern.search(p.read_text())
-    ]
-    assert users == ["_driver.py"]
+    assert [p.name for p in python_sources() if pattern.search(p.read_text())] == ["_driver.py"]
+
+
+def test_only_one_module_opens_the_extension() -> None:
+    pattern = re.compile(r"import _native\b")
+    assert [p.name for p in python_sources() if pattern.search(p.read_text())] == ["_extension.py"]
 
 
 def test_the_stub_names_what_the_bindings_define() -> None:

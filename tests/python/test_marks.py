@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from training import digest, footprint, gradients, leaves_nothing, train
 
 import stagehand_alloc
-from stagehand_alloc import ConfigError, _marks
+from stagehand_alloc import ConfigError
+from stagehand_alloc._step import marks as _marks
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

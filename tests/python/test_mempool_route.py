@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from stagehand_alloc import _driver, _modes
+from stagehand_alloc import _driver
+from stagehand_alloc._built.trigger import NOT_NEEDED, Trigger
 from stagehand_alloc._errors import DriverError
-from stagehand_alloc._trigger import NOT_NEEDED, Trigger
+from stagehand_alloc._torch_side import modes as _modes
 
 
 class Native:

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import ConfigError, SizeError, StagehandError, _recipe, _telemetry, _trigger
+from stagehand_alloc import ConfigError, SizeError, StagehandError
 from stagehand_alloc.__main__ import main
+from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._built import compiler as _recipe
+from stagehand_alloc._built import trigger as _trigger
 
 Ask = Callable[[], Any]
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from stagehand_alloc._pinned import MIB, Proposal, propose_classes, slabs_for
+from stagehand_alloc._books.proposal import MIB, Proposal, propose_classes, slabs_for
 
 KIB = 1 << 10
 DEFAULT = [mb * MIB for mb in (1, 4, 16, 64, 256)]

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import stagehand_alloc
-from stagehand_alloc import PlanLine, StepPlan, _native, _plan, _recompute
+from stagehand_alloc import PlanLine, StepPlan, _native
+from stagehand_alloc._books import plan as _plan
+from stagehand_alloc._step import proofs as _recompute
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

@@ -24,7 +24,8 @@ from training import (
 )
 
 import stagehand_alloc
-from stagehand_alloc import PoolStats, _native, _recompute
+from stagehand_alloc import PoolStats, _native
+from stagehand_alloc._step import proofs as _recompute
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

@@ -34,7 +34,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from training import Around, digest, footprint, gradients, leaves_nothing, train
 
 import stagehand_alloc
-from stagehand_alloc import _native, _recompute, _regions
+from stagehand_alloc import _native
+from stagehand_alloc._step import proofs as _recompute
+from stagehand_alloc._step import regions as _regions
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from training import Around, digest, leaves_nothing
 
 import stagehand_alloc
-from stagehand_alloc import _regions
+from stagehand_alloc._step import regions as _regions
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import SizeError, TelemetryError, _doctor, _driver, _native, _telemetry
+from stagehand_alloc import SizeError, TelemetryError, _driver, _native
 from stagehand_alloc.__main__ import main
-from stagehand_alloc._stats import PoolStats
+from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._cli import doctor as _doctor
 
 MIB = 1 << 20
 V0_FIELDS = {

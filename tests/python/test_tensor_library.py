@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagehand_alloc import _tensors
+from stagehand_alloc._built import tensors as _tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,8 @@ import gc, json, sys
 import torch
 from torch import nn
 import stagehand_alloc
-from stagehand_alloc import _tensors, testing
+from stagehand_alloc import testing
+from stagehand_alloc._built import tensors as _tensors
 
 torch.set_num_threads(1)
 memory, high, rows = sys.argv[1:]

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from stagehand_alloc import _demo
-from stagehand_alloc._demo_gpt import Shape
+from stagehand_alloc._cli import demo as _demo
+from stagehand_alloc._cli.demo_gpt import Shape
 
 RUN = _demo.Run(
     parameters=10,

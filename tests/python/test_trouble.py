@@ -13,7 +13,8 @@ from models import BY_NAME
 from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
-from stagehand_alloc import ChecksumError, _native, _trouble
+from stagehand_alloc import ChecksumError, _native
+from stagehand_alloc._step import trouble as _trouble
 
 MIB = 1 << 20
 RECIPE = BY_NAME["gpt"]

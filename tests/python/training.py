@@ -16,7 +16,8 @@ from models import Recipe
 from torch import Tensor, nn
 
 import stagehand_alloc
-from stagehand_alloc import _native, _recompute, testing
+from stagehand_alloc import _native, testing
+from stagehand_alloc._step import proofs as _recompute
 
 Around = AbstractContextManager[Any]
 DEVICE = 0

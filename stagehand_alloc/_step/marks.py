@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc import _regions
-from stagehand_alloc._config import NODES, shown
 from stagehand_alloc._errors import ConfigError
+from stagehand_alloc._settings.config import NODES, shown
+from stagehand_alloc._step import regions as _regions
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Generator
 from typing import Any, Literal
 
-from stagehand_alloc import _driver, _install, _trigger
-from stagehand_alloc._config import Config
+from stagehand_alloc._built import trigger as _trigger
+from stagehand_alloc._built.trigger import Trigger
 from stagehand_alloc._errors import DriverError, ModeError, NoCudaBuildError
-from stagehand_alloc._trigger import Trigger
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import Config
+from stagehand_alloc._torch_side import install as _install
 
 Mode = Literal["allocator", "mempool", "native"]
 
@@ -70,7 +72,6 @@ def reach_torch(device: int, config: Config) -> None:
     The first call of the process loads the trigger library, which it may have to build.
     """
     global _trigger_found
-    native = _driver.native()
     with _lock:
         if _trigger_found is None:
             found = _trigger.load(
@@ -93,7 +94,7 @@ def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
     global _segments
     with _lock:
         if _segments is None:
-            points = _driver.native().entry_points()
+            points = native.entry_points()
             _segments = torch._C._cuda_customAllocator(
                 points["segment_alloc"], points["segment_free"]
             )
@@ -112,7 +113,8 @@ def fill(held: list[Any], owner: object, device: int) -> None:
 
 def outgrown(mem_pool: Any, device: int, high: int) -> bool:
     """Whether another MemPool should take the place of this one in a step that may use ``high``."""
-    return bool(_driver.native().outgrown(device, *mem_pool.id, high))
+    first, second = mem_pool.id
+    return native.outgrown(device, first, second, high)
 
 
 def give_up(held: list[Any], device: int) -> None:
@@ -121,7 +123,6 @@ def give_up(held: list[Any], device: int) -> None:
     A torch.cuda.MemPool whose last reference goes meanwhile ends the process (before torch 2.13),
     where it is not kept.
     """
-    native = _driver.native()
     while held:
         mem_pool = held.pop()
         name = mem_pool.id
@@ -138,7 +139,6 @@ def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:
     """
     import torch
 
-    native = _driver.native()
     by_thread: Any = contextlib.nullcontext()
     if not native.can_route():
         by_thread = torch.cuda.use_mem_pool(mem_pool, device=device)

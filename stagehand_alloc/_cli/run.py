@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagehand_alloc._config import NODES, Size
-from stagehand_alloc._config import format_bytes as size
 from stagehand_alloc._errors import StagehandError
+from stagehand_alloc._settings.config import NODES, Size
+from stagehand_alloc._settings.config import format_bytes as size
 
 if TYPE_CHECKING:
-    from stagehand_alloc._pool import Pool
+    from stagehand_alloc._step.pool import Pool
 
 _RECOMPUTE: dict[str, bool | str] = {"no": False, NODES: NODES, "yes": True}
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     except StagehandError as error:
         print(error, file=sys.stderr)
         return 2
-    from stagehand_alloc._attach import Everywhere
+    from stagehand_alloc._step.attach import Everywhere
 
     around = Everywhere(pool)
     sys.argv = [options.script, *options.arguments]
@@ -76,7 +76,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _begin(options: argparse.Namespace) -> Pool:
-    from stagehand_alloc import _pool
+    from stagehand_alloc._step import pool as _pool
 
     pool = _pool.pool(
         high=_number(options.high),
@@ -89,7 +89,7 @@ def _begin(options: argparse.Namespace) -> Pool:
     if options.mode == "allocator":
         import torch
 
-        from stagehand_alloc import _install
+        from stagehand_alloc._torch_side import install as _install
 
         torch.cuda.memory.change_current_allocator(_install.allocator())
     return pool

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc import _driver
 from stagehand_alloc._errors import StagehandError
+from stagehand_alloc._extension import native
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from stagehand_alloc._modules import ModuleWatch
-    from stagehand_alloc._recompute import Proofs
+    from stagehand_alloc._step.module_names import ModuleWatch
+    from stagehand_alloc._step.proofs import Proofs
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def make_hooks(
 ) -> Any:
     """An object with ``begin_step``, ``pack``, ``unpack`` and ``passed_through`` for one device."""
     add = None if proofs is None else proofs.add
-    return _driver.native().Hooks(device or 0, _raise_modified, _keep_caller(keep, watch), add)
+    return native.Hooks(device or 0, _raise_modified, _keep_caller(keep, watch), add)
 
 
 def keep(tensor: Tensor) -> None:
@@ -58,7 +58,7 @@ def keep(tensor: Tensor) -> None:
     device = tensor.device.index or 0
     # Where its storage begins; a Python object of the storage would keep it on the GPU for good.
     first = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
-    if not _driver.native().keep(device, first):
+    if not native.keep(device, int(first)):
         raise StagehandError(
             "keep() was given a tensor whose memory is not of an allocator that is in use here.",
             "Give it a tensor made on the GPU, inside the pool or after the allocator was "

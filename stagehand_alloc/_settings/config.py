@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stagehand_alloc._errors import ConfigError, SizeError
-from stagehand_alloc._host import available_host_bytes, default_host_limit
+from stagehand_alloc._settings.host_memory import available_host_bytes, default_host_limit
 
 MIB = 1 << 20
 BLOCK_NAME = "activation_stagehand"

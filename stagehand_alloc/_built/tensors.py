@@ -10,8 +10,10 @@ import ctypes
 import threading
 from pathlib import Path
 
-from stagehand_alloc import _build, _driver, _recipe
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._extension import native
 
 LIBRARY = _recipe.Library(
     name="tensors",
@@ -58,7 +60,7 @@ def _load() -> str:
         table = loaded.stagehand_tensor_side
         table.restype, table.argtypes = ctypes.c_void_p, []
         with torch.inference_mode(False):  # a tensor of that mode has no version
-            return _driver.native().use_tensor_side(table()) or "loaded"
+            return native.use_tensor_side(table()) or "loaded"
     except CompilerError as error:
         return error.what
     except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on

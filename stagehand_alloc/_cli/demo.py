@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import _driver, _modes
-from stagehand_alloc._demo_gpt import GPT, Shape, parameter_count
+from stagehand_alloc._cli.demo_gpt import GPT, Shape, parameter_count
 from stagehand_alloc._errors import ModeError
-from stagehand_alloc._modes import Mode
+from stagehand_alloc._extension import native
+from stagehand_alloc._torch_side import modes as _modes
+from stagehand_alloc._torch_side.modes import Mode
 
 MIB = 1 << 20
 CORPUS_BYTES = 4 * MIB
@@ -262,7 +263,7 @@ def _memory(plan: Plan) -> _Memory:
 def _settle(plan: Plan) -> None:
     """Give back what is mapped from before, which would count to this run, and forget peaks."""
     if plan.mode == "allocator":
-        _driver.native().empty_cache()
+        native.empty_cache()
     else:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagehand_alloc import _driver
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._extension import native
 
 INSTALL_COMPILER = "Install a C++20 compiler (on Debian: g++), or name one in the variable CXX."
 
@@ -88,7 +88,7 @@ def source_path(library: Library) -> Path:
 
 
 def _roots() -> tuple[Path, Path]:
-    return Path(_driver.native().__file__).parent, Path(__file__).parents[1] / "native"
+    return Path(native.__file__).parent, Path(__file__).parents[2] / "native"
 
 
 def recipe(library: Library) -> Recipe:

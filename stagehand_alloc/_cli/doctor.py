@@ -9,19 +9,22 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from stagehand_alloc import (
-    _build,
-    _cache,
-    _driver,
-    _recipe,
-    _recompute,
-    _telemetry,
-    _tensors,
-    _trigger,
-)
-from stagehand_alloc._config import format_bytes
+from stagehand_alloc import _driver
+from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built import cache as _cache
+from stagehand_alloc._built import compiler as _recipe
+from stagehand_alloc._built import tensors as _tensors
+from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._errors import StagehandError
-from stagehand_alloc._host import available_host_bytes, default_host_limit, local_ranks
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import format_bytes
+from stagehand_alloc._settings.host_memory import (
+    available_host_bytes,
+    default_host_limit,
+    local_ranks,
+)
+from stagehand_alloc._step import proofs as _recompute
 
 
 def main(telemetry: str | None = None) -> int:
@@ -154,7 +157,7 @@ def _segments(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _extension() -> str:
-    return f"{_driver.native().__file__}, Python {sys.version_info.major}.{sys.version_info.minor}"
+    return f"{native.__file__}, Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _real_gpu() -> str:
@@ -162,7 +165,7 @@ def _real_gpu() -> str:
 
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} was built without CUDA")
-    _driver.native()
+    native.driver_symbols()  # the extension loads
     names = [_driver.require_virtual_memory(index).name for index in range(_driver.device_count())]
     return f"pool() as it is, or through allocator(), on {', '.join(names)}"
 

@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager
 from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc import _driver, _pool
+from stagehand_alloc._extension import native
+from stagehand_alloc._step import pool as _pool
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,7 +56,7 @@ def when_needed() -> tuple[AbstractContextManager[Any], AbstractContextManager[A
     if hooks is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
     function = _function_of(sys._getframe(1))
-    call = _driver.native().Call(hooks[1], _name_of(function))
+    call = native.Call(hooks[1], _name_of(function))
     call.collect()
     return _First(call, hooks[0]), _Again(call, function)
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
-from stagehand_alloc._config import Config, Size, parse_inflight, parse_piece, parse_rate
+from stagehand_alloc._settings.config import Config, Size, parse_inflight, parse_piece, parse_rate
 
 
 class Unchanged(enum.Enum):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 
-from stagehand_alloc import _driver, _stats
-from stagehand_alloc._config import format_bytes
+from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import format_bytes
 
 _told_budgets: set[tuple[int, int]] = set()  # device, high
 _told_pinned: set[tuple[int, int]] = set()  # device, bytes that were pinned
@@ -28,7 +29,7 @@ def look(device: int) -> None:
 
 def begin(device: int, high: int) -> None:
     """A pool with this budget is entered: what overshot another one's is not held against it."""
-    if _driver.native().device_open(device) and _stats.read(device).high != high:
+    if native.device_open(device) and _stats.read(device).high != high:
         _stats.start_step_peaks(device)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from stagehand_alloc import _driver
-from stagehand_alloc._config import format_bytes as size
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import format_bytes as size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StepPlan:
 
 def read(device: int) -> StepPlan:
     """Of a device that is open, or an empty one."""
-    step, best, late, again, ops = _driver.native().plan(device)
+    step, best, late, again, ops = native.plan(device)
     lines = [
         PlanLine(region, op, storages, stays, moves, dropped, ns / 1e6)
         for region, op, storages, stays, moves, dropped, ns in ops

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stagehand_alloc import _build, _driver, _recipe
-from stagehand_alloc._config import Config
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._settings.config import Config
 
 State = Literal[
     "loaded", "forbidden", "no compiler", "build failed", "self-test failed", "not needed"
@@ -56,12 +57,12 @@ def load(
     *,
     library: _recipe.Library = LIBRARY,
     cuda: str | None = None,
-    use: UseTorchSide | None = None,
+    use: UseTorchSide,
 ) -> Trigger:
     """The trigger library of this process, built and loaded by the first call that may.
 
-    ``library``, ``cuda`` (torch's version of it) and ``use`` (what takes the library's table) are
-    the real ones unless they are given. May take as long as a compiler does.
+    ``use`` takes the library's table. ``library`` and ``cuda`` (torch's version of it) are the
+    real ones unless they are given. May take as long as a compiler does.
     """
     global _found
     if why := _forbidden(config):
@@ -93,9 +94,7 @@ def outlook() -> str:
     return f"not built yet; built on first use, about {LIBRARY.seconds} s"
 
 
-def _load(
-    library: _recipe.Library, cuda: str | None, use: UseTorchSide | None
-) -> tuple[Trigger, str]:
+def _load(library: _recipe.Library, cuda: str | None, use: UseTorchSide) -> tuple[Trigger, str]:
     """What was found, and what the user can do about it; empty where nothing is amiss."""
     if not cuda:
         return Trigger(None, "not needed", _no_cuda()), ""
@@ -112,7 +111,7 @@ def _load(
     return Trigger(path, "loaded", ""), ""
 
 
-def _self_test(loaded: Any, use: UseTorchSide | None) -> str:
+def _self_test(loaded: Any, use: UseTorchSide) -> str:
     """Give the core the library's table; why it does not take it, empty where it does."""
     import ctypes
 
@@ -123,7 +122,7 @@ def _self_test(loaded: Any, use: UseTorchSide | None) -> str:
         address = torch_side()
         if not address:
             return "the trigger library has no table."
-        return str((use or _driver.native().use_torch_side)(address))
+        return str(use(address))
     except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
         return " ".join(str(error).splitlines()) or type(error).__name__
 

@@ -13,8 +13,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagehand_alloc import _driver, _install, _modes, _plan, _stats, _telemetry, _trouble
-from stagehand_alloc._config import (
+from stagehand_alloc import _driver
+from stagehand_alloc._books import plan as _plan
+from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._books.stats import DeviceLike, PoolStats
+from stagehand_alloc._errors import (
+    ConfigError,
+    DriverError,
+    NestedPoolError,
+    PoolError,
+    PoolThreadError,
+    SizeError,
+)
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import (
     NODES,
     UNLIMITED,
     Budget,
@@ -26,24 +39,18 @@ from stagehand_alloc._config import (
     resolve_budget,
     shown,
 )
-from stagehand_alloc._errors import (
-    ConfigError,
-    DriverError,
-    NestedPoolError,
-    PoolError,
-    PoolThreadError,
-    SizeError,
-)
-from stagehand_alloc._limits import UNCHANGED, LaneLimits, Unchanged
-from stagehand_alloc._modules import ModuleWatch
-from stagehand_alloc._stats import DeviceLike, PoolStats
+from stagehand_alloc._settings.link import UNCHANGED, LaneLimits, Unchanged
+from stagehand_alloc._step import trouble as _trouble
+from stagehand_alloc._step.module_names import ModuleWatch
+from stagehand_alloc._torch_side import install as _install
+from stagehand_alloc._torch_side import modes as _modes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stagehand_alloc._attach import Attached
-    from stagehand_alloc._hooks import SavedTensorInfo
-    from stagehand_alloc._marks import Marks
+    from stagehand_alloc._step.attach import Attached
+    from stagehand_alloc._step.hooks import SavedTensorInfo
+    from stagehand_alloc._step.marks import Marks
 
     KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
 
@@ -149,7 +156,7 @@ class Pool:
         if self._config.enabled and _install.is_installed():
             self._resolve()
             if _pinned is None:
-                _configure_pinned(_driver.native(), self._config)
+                _configure_pinned(native, self._config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
@@ -233,7 +240,7 @@ class Pool:
         What is saved outside of that forward, such as of a loss that is computed from its output,
         stays outside of the pool. ``attached.remove()`` ends it. Raises ConfigError.
         """
-        from stagehand_alloc._attach import Attached
+        from stagehand_alloc._step.attach import Attached
 
         return Attached(self, model)
 
@@ -301,7 +308,7 @@ class Pool:
             )
             if self._device is not None and _latest.get(self._device) is self:
                 _driver.check_process()
-                _set_lane_limits(_driver.native(), self._device, wanted)
+                _set_lane_limits(native, self._device, wanted)
             self._limits = wanted
             return wanted
 
@@ -312,9 +319,9 @@ class Pool:
         pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
         kept = 0 if _is_zero(keep) else min(parse_size(keep, None, "keep"), UNLIMITED)
-        if self._device is None or not _driver.native().device_open(self._device):
+        if self._device is None or not native.device_open(self._device):
             return 0
-        return int(_driver.native().release_pinned(self._device, kept))
+        return int(native.release_pinned(self._device, kept))
 
     def _configure_lanes(self, native: Any, device: int) -> None:
         """This pool's limits and checksums, in place of those of the pool before it."""
@@ -380,7 +387,6 @@ class Pool:
 
     def _arm(self, entry: _Entry, budget: Budget, mode: _modes.Mode) -> None:
         device = entry.device
-        native = _driver.native()
         self._mode = mode
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
@@ -402,7 +408,6 @@ class Pool:
         the `with`, and what checkpoints inside it left on the stack is nobody's any more.
         """
         entry.left = True
-        native = _driver.native()
         if entry.hooked and entry.thread == threading.get_ident():
             _remove_hooks(inner)
             native.Hooks.end_step()
@@ -437,7 +442,9 @@ class Pool:
     def _enter_hooks(self, entry: _Entry) -> None:
         from torch._C import _autograd
 
-        from stagehand_alloc import _hooks, _recompute, _tensors
+        from stagehand_alloc._built import tensors as _tensors
+        from stagehand_alloc._step import hooks as _hooks
+        from stagehand_alloc._step import proofs as _recompute
 
         if self._hooks is None:
             _tensors.load(self._config.build_trigger)
@@ -510,12 +517,12 @@ def pool(
     if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == NODES):
         settings = dataclasses.replace(settings, recompute=recompute)
     elif recompute is not None:
-        from stagehand_alloc import _marks
+        from stagehand_alloc._step import marks as _marks
 
         marks = _marks.Marks(_marks.modules_of(recompute))
         settings = dataclasses.replace(settings, recompute=NODES)
     if settings.recompute is True:
-        from stagehand_alloc import _marks
+        from stagehand_alloc._step import marks as _marks
 
         marks = _marks.Marks.found()
     sizes = (
@@ -541,7 +548,7 @@ def _again(
     limits: LaneLimits,
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
-    from stagehand_alloc import _marks
+    from stagehand_alloc._step import marks as _marks
 
     marks = _marks.Marks.found() if config.recompute is True else None
     made = Pool(config, sizes, keep, device, mode, marks)
@@ -554,7 +561,7 @@ def keep(tensor: Tensor) -> Tensor:
 
     Call it inside a pool, before the operation that saves it.
     """
-    from stagehand_alloc import _hooks
+    from stagehand_alloc._step import hooks as _hooks
 
     _hooks.keep(tensor)
     return tensor
@@ -594,7 +601,7 @@ def _remove_hooks(inner: bool) -> None:
     """
     from torch._C import _autograd
 
-    hooks = _driver.native().Hooks
+    hooks = native.Hooks
     others = []
     while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         _autograd._pop_saved_tensors_default_hooks()

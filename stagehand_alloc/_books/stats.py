@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
-from stagehand_alloc._config import format_bytes, plain_number, shown
+from stagehand_alloc._books.proposal import propose_classes
 from stagehand_alloc._errors import ConfigError
-from stagehand_alloc._pinned import propose_classes
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import format_bytes, plain_number, shown
 
 if TYPE_CHECKING:
     import torch
@@ -240,20 +241,20 @@ def reset_peak_stats(device: DeviceLike = None) -> None:
     index = device_index(device)
     _carried.forget(index)
     if _open(index):
-        _driver.native().reset_peaks(index)
+        native.reset_peaks(index)
 
 
 def start_step_peaks(device: int) -> None:
     """Let peaks start again for one step, without `stats` forgetting the ones before."""
     _carried.fold(read(device))
     if _open(device):
-        _driver.native().reset_peaks(device)
+        native.reset_peaks(device)
 
 
 def read(device: int) -> PoolStats:
     """The native books as they are: peaks since the last native reset."""
-    raw = _driver.native().stats(device) if _open(device) else {}
-    known = {name: value for name, value in raw.items() if name in _NATIVE_NAMES}
+    raw = native.stats(device) if _open(device) else {}
+    known: dict[str, Any] = {name: value for name, value in raw.items() if name in _NATIVE_NAMES}
     known.setdefault("live", known.get("occupied", 0) - known.get("retained", 0))
     state = PLAN_STATES[raw.get("plan_state", 0)]
     return PoolStats(device=device, plan_state=state, **known)
@@ -263,7 +264,7 @@ def with_proposal(found: PoolStats) -> PoolStats:
     """``found``, with the settings proposed for the pinned pool by what was asked of it."""
     if not _open(found.device):
         return found
-    proposal = propose_classes(_driver.native().pinned_demand(found.device))
+    proposal = propose_classes(native.pinned_demand(found.device))
     return dataclasses.replace(
         found,
         proposed_classes_mb=proposal.classes_mb,
@@ -277,7 +278,7 @@ def with_passed_through(found: PoolStats, passed_through: Mapping[str, int]) -> 
 
 
 def _open(device: int) -> bool:
-    return _driver.started() and bool(_driver.native().device_open(device))
+    return _driver.started() and bool(native.device_open(device))
 
 
 # ---- torch's names -------------------------------------------------------------------------------

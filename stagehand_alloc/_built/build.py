@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stagehand_alloc import _cache
+from stagehand_alloc._built import cache as _cache
+from stagehand_alloc._built.compiler import Library, Recipe, recipe
 from stagehand_alloc._errors import CompilerError
-from stagehand_alloc._recipe import Library, Recipe, recipe
 
 FORBID = "STAGEHAND_ALLOC_BUILD"  # the environment variable; 0 forbids
 TIMEOUT_S = 300.0

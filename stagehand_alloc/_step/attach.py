@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc._config import shown
 from stagehand_alloc._errors import ConfigError
+from stagehand_alloc._settings.config import shown
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from stagehand_alloc._pool import Pool
+    from stagehand_alloc._step.pool import Pool
 
 
 class _Around:

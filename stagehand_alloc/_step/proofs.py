@@ -12,8 +12,11 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagehand_alloc import _build, _driver, _recipe, _tensors
+from stagehand_alloc._built import build as _build
+from stagehand_alloc._built import compiler as _recipe
+from stagehand_alloc._built import tensors as _tensors
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._extension import native
 
 LIBRARY = _recipe.Library(
     name="recipes",
@@ -98,7 +101,7 @@ class Proofs:
                 return
             self._read = None
             for differs, proof in zip(host.tolist(), asked, strict=True):
-                _driver.native().proved(device, proof.what, not differs)
+                native.proved(device, proof.what, not differs)
                 if differs:
                     self._tell(proof.op, after=proof.what[3])
         if not self._new:
@@ -163,7 +166,7 @@ def _load() -> str:
         _, loaded = _build.load(LIBRARY)
         table = loaded.stagehand_recipe_side
         table.restype, table.argtypes = ctypes.c_void_p, []
-        return _driver.native().use_recipe_side(table()) or "loaded"
+        return native.use_recipe_side(table()) or "loaded"
     except CompilerError as error:
         return error.what
     except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on

@@ -6,7 +6,8 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc import _driver, _stats
+from stagehand_alloc import _driver
+from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._errors import (
     AllocatorTooLateError,
     AlreadyInstalledError,
@@ -14,6 +15,7 @@ from stagehand_alloc._errors import (
     NoCudaBuildError,
     TorchTooOldError,
 )
+from stagehand_alloc._extension import native
 
 if TYPE_CHECKING:
     from torch.cuda.memory import _CUDAAllocator
@@ -139,7 +141,7 @@ def _current(torch: Any) -> Any:
 
 
 def _build(torch: Any) -> Any:
-    points = _driver.native().entry_points()
+    points = native.entry_points()
     built = torch._C._cuda_customAllocator(points["alloc"], points["free"])
     for setter, point in _SETTERS.items():
         getattr(built, setter)(points[point])

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from stagehand_alloc import _stats
-from stagehand_alloc._config import MIB, format_bytes, shown
+from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._errors import TelemetryError
-from stagehand_alloc._stats import PoolStats
+from stagehand_alloc._settings.config import MIB, format_bytes, shown
 
 V0_FIELDS = (
     *("step", "activations_saved", "activations_kept", "activations_spilled"),
