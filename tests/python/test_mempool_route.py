@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from stagehand_alloc import _driver
 from stagehand_alloc._built.trigger import NOT_NEEDED, Trigger
 from stagehand_alloc._errors import DriverError
 from stagehand_alloc._torch_side import modes as _modes
@@ -63,7 +62,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def inside(native: Native, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(_driver, "native", lambda: native)
+    monkeypatch.setattr(_modes, "native", native)
     allocating = _modes.allocating_from(MemPool(), 3)
     next(allocating)
     return allocating
@@ -124,21 +123,21 @@ def test_a_mem_pool_of_ours_goes_while_it_is_kept_as_its_end_alone_may_end_the_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     native = Native(routes=True)
-    monkeypatch.setattr(_driver, "native", lambda: native)
+    monkeypatch.setattr(_modes, "native", native)
     _modes.give_up([Mortal(native.calls)], 3)
     assert native.calls == KEPT_MEANWHILE
 
 
 def test_where_torch_cannot_be_told_a_mem_pool_just_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     native = Native(routes=False, keeps=False)
-    monkeypatch.setattr(_driver, "native", lambda: native)
+    monkeypatch.setattr(_modes, "native", native)
     _modes.give_up([Mortal(native.calls)], 3)
     assert native.calls == KEPT_MEANWHILE[:2]
 
 
 def test_a_pool_that_goes_gives_its_mem_pool_up(monkeypatch: pytest.MonkeyPatch) -> None:
     native = Native(routes=True)
-    monkeypatch.setattr(_driver, "native", lambda: native)
+    monkeypatch.setattr(_modes, "native", native)
     monkeypatch.setattr(_modes, "make_mem_pool", lambda device: Mortal(native.calls))
 
     class Owner:
