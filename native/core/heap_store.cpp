@@ -137,7 +137,11 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
   bool waited = false;   // for old addresses to come free
   Attempt attempt;
   for (;;) {
+    const Bytes mapped = d_.counters.mapped;
     Block* block = room_without_evicting(arena, bytes);
+    if (block != nullptr) {
+      count_overshoot(mapped, bytes);
+    }
     if (block == nullptr && arena.key.graph == 0) {
       const Evicted result = evict_for(arena, bytes, attempt);
       pressed = pressed || result == Evicted::yes;
@@ -342,12 +346,19 @@ Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
     *status = grown == Status::driver_failed ? grown : Status::out_of_memory;
     return nullptr;
   }
-  if (d_.budget.armed) {
-    const Bytes over = d_.counters.mapped - std::min(d_.counters.mapped, d_.budget.high);
-    d_.counters.overshoot_bytes += std::min(over, d_.counters.mapped - before);
+  count_overshoot(before, bytes);
+  return block;
+}
+
+// A plan whose live memory alone is above `high` raises the ceiling: what is mapped below that one
+// is over `high` all the same.
+void HeapStore::count_overshoot(Bytes before, Bytes bytes) {
+  const Bytes over = d_.counters.mapped - std::min(d_.counters.mapped, d_.budget.high);
+  const Bytes grown = d_.counters.mapped - std::min(d_.counters.mapped, before);
+  if (d_.budget.armed && over > 0 && grown > 0) {
+    d_.counters.overshoot_bytes += std::min(over, grown);
     d_.books.note_overshoot(d_.live() + bytes);
   }
-  return block;
 }
 
 }  // namespace stagehand::core

@@ -53,6 +53,8 @@ class HeapStore final : public Store {
   Evicted evict_window(const FoundWindow& window, Attempt& attempt);
   void evict_next_small(Arena& arena);
   Block* overshoot(Arena& arena, Bytes bytes, Status* status);
+  // `bytes` were served, and `before` was mapped then.
+  void count_overshoot(Bytes before, Bytes bytes);
   Bytes lacking(Bytes bytes) const;
 
   Device& d_;

@@ -322,6 +322,25 @@ TEST("backward may ask in any order: small records that come back together come 
   }
 }
 
+TEST("what is mapped over high in a step known to need it is counted as over high") {
+  CoreRig rig;
+  const auto stream = rig.stream();
+  for (int step = 0; step < 4; ++step) {
+    rig.budget(32_MiB, 28_MiB);
+    rig.runtime->trim(0);  // so that each step maps its memory anew
+    const Bytes before = rig.counters().overshoot_bytes;
+    std::vector<Held> saved = rig.retain_many(4, 4_MiB, stream);
+    const Tensor live = rig.make(40_MiB, stream);  // no eviction can hold it
+    CHECK_EQ(rig.counters().overshoot_bytes - before, rig.counters().mapped - 32_MiB);
+    CHECK(rig.counters().overshoot_live >= 40_MiB);
+    rig.drop(live);
+    rig.back_all(saved, stream);
+    rig.runtime->clear_budget();
+  }
+  CHECK(rig.runtime->plan_state() != PlanState::none);
+  rig.verify_empty();
+}
+
 TEST("what the optimizer needs between two pools does not raise the ceiling inside them") {
   CoreRig rig;
   const auto stream = rig.stream();
