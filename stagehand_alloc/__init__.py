@@ -48,6 +48,7 @@ from stagehand_alloc._step.pool import keep as keep
 from stagehand_alloc._step.pool import pool as pool
 from stagehand_alloc._step.regions import checkpoint as checkpoint
 from stagehand_alloc._step.regions import when_needed as when_needed
+from stagehand_alloc._tell import StagehandWarning as StagehandWarning
 from stagehand_alloc._torch_side.install import allocator as allocator
 
 __version__ = "0.1.0"

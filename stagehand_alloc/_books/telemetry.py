@@ -13,7 +13,6 @@ import json
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +21,7 @@ from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._errors import TelemetryError
 from stagehand_alloc._settings.config import MIB, format_bytes, shown
+from stagehand_alloc._tell import warn
 
 V0_FIELDS = (
     *("step", "activations_saved", "activations_kept", "activations_spilled"),
@@ -98,10 +98,9 @@ class Writer:
             with contextlib.suppress(OSError):  # closing tries to write once more
                 self._file.close()
             self._file = None
-            warnings.warn(
+            warn(
                 f"Telemetry stopped: {self._path} cannot be written ({error.strerror}). "
-                "Training goes on.",
-                stacklevel=4,
+                "Training goes on."
             )
 
 

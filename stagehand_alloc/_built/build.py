@@ -12,7 +12,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from stagehand_alloc._built import cache as _cache
 from stagehand_alloc._built.compiler import Library, Recipe, recipe
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._tell import slow
 
 FORBID = "STAGEHAND_ALLOC_BUILD"  # the environment variable; 0 forbids
 TIMEOUT_S = 300.0
@@ -222,7 +222,7 @@ def _tell_once(message: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """One line on stderr, once."""
+    """Once."""
     if text not in _told:
         _told.add(text)
-        print(f"stagehand_alloc: {text}.", file=sys.stderr, flush=True)
+        slow(text)

@@ -7,7 +7,6 @@ or unpack instead; nothing here raises.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._errors import CompilerError
 from stagehand_alloc._settings.config import Config
+from stagehand_alloc._tell import warn
 
 State = Literal[
     "loaded", "forbidden", "no compiler", "build failed", "self-test failed", "not needed"
@@ -73,11 +73,9 @@ def load(
         _found, todo = _load(library, cuda or _torch_cuda(), use)
         found = _found
     if todo:
-        warnings.warn(
+        warn(
             f"The trigger library is not in use; acting at the next pack or unpack instead: "
-            f"{found.why}\n{todo} {_QUIET}",
-            RuntimeWarning,
-            stacklevel=3,
+            f"{found.why}\n{todo} {_QUIET}"
         )
     return found
 

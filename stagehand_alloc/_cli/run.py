@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from stagehand_alloc._errors import StagehandError
 from stagehand_alloc._settings.config import NODES, Size
 from stagehand_alloc._settings.config import format_bytes as size
+from stagehand_alloc._settings.environment import number
 
 if TYPE_CHECKING:
     from stagehand_alloc._step.pool import Pool
@@ -65,7 +66,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--recompute",
         choices=_RECOMPUTE,
-        default="no",
         help="drop what is sooner made again: yes, nodes (no module runs twice), or no",
     )
     parser.add_argument("--telemetry", metavar="FILE", help="one JSON line per step")
@@ -79,11 +79,11 @@ def _begin(options: argparse.Namespace) -> Pool:
     from stagehand_alloc._step import pool as _pool
 
     pool = _pool.pool(
-        high=_number(options.high),
-        low=_number(options.low),
-        limit=_number(options.limit),
+        high=_given(options.high),
+        low=_given(options.low),
+        limit=_given(options.limit),
         mode=options.mode,
-        recompute=_RECOMPUTE[options.recompute],
+        recompute=None if options.recompute is None else _RECOMPUTE[options.recompute],
         telemetry=options.telemetry,
     )
     if options.mode == "allocator":
@@ -95,14 +95,8 @@ def _begin(options: argparse.Namespace) -> Pool:
     return pool
 
 
-def _number(text: str | None) -> Size | None:
-    """Text, unless it is a number, which `pool` reads as bytes or as a fraction."""
-    if text is None or text.isdecimal():
-        return None if text is None else int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _given(text: str | None) -> Size | None:
+    return None if text is None else number(text)
 
 
 def _told(pool: Pool, entered: bool) -> str:

@@ -9,7 +9,6 @@ between two steps.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._settings.config import NODES, shown
 from stagehand_alloc._step import regions as _regions
+from stagehand_alloc._tell import warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,11 +103,10 @@ def _fills_cache(kwargs: dict[str, Any]) -> bool:
         return False
     if "cache" not in _warned:
         _warned.add("cache")
-        warnings.warn(
+        warn(
             "stagehand_alloc: a module named by recompute= was called with a cache of keys and "
             "values, and does not run again: it would add to the cache twice.\n"
-            "Set model.config.use_cache = False for training.",
-            stacklevel=4,
+            "Set model.config.use_cache = False for training."
         )
     return True
 

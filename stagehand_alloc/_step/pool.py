@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
@@ -27,6 +26,7 @@ from stagehand_alloc._errors import (
     SizeError,
 )
 from stagehand_alloc._extension import native
+from stagehand_alloc._settings import environment
 from stagehand_alloc._settings.config import (
     NODES,
     UNLIMITED,
@@ -42,6 +42,7 @@ from stagehand_alloc._settings.config import (
 from stagehand_alloc._settings.link import UNCHANGED, LaneLimits, Unchanged
 from stagehand_alloc._step import trouble as _trouble
 from stagehand_alloc._step.module_names import ModuleWatch
+from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 
@@ -502,17 +503,24 @@ def pool(
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
         device: default: the current CUDA device.
 
+    What is left out may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW, _LIMIT, _MODE, and,
+    where no config is given, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
+
     Raises SizeError and ConfigError for settings that cannot be, ModeError for a mode that is not
     available. The device's own size is checked here once the allocator is installed, and at the
     ``with`` at the latest.
     """
-    known_mode = _modes.check(mode)
+    known_mode = _modes.check(environment.text("mode") if mode is None else mode)
     if keep is not None and not callable(keep):
         raise ConfigError(
             f"keep={keep!r} cannot be called.",
             "Give a function that takes a SavedTensorInfo and returns a bool.",
         )
+    if telemetry is None and config is None:
+        telemetry = environment.text("telemetry")
     settings = _settings(config, telemetry)
+    if recompute is None and config is None:
+        recompute = environment.recompute()
     marks = None
     if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == NODES):
         settings = dataclasses.replace(settings, recompute=recompute)
@@ -526,9 +534,9 @@ def pool(
 
         marks = _marks.Marks.found()
     sizes = (
-        settings.high if high is None else plain_number(high),
-        settings.low if low is None else plain_number(low),
-        plain_number(limit),
+        _size(high, settings.high, "high"),
+        _size(low, settings.low, "low"),
+        _size(limit, None, "limit"),
     )
     for name, size in zip(("high", "low", "limit"), sizes, strict=True):
         if size is not None:
@@ -537,6 +545,13 @@ def pool(
     made = Pool(settings, sizes, keep, device, known_mode, marks)
     made._prepare()
     return made
+
+
+def _size(given: Size | None, configured: Size | None, name: str) -> Size | None:
+    """What was given, else the config's, else the environment's."""
+    if given is not None:
+        return cast("Size", plain_number(given))
+    return environment.size(name) if configured is None else configured
 
 
 def _again(
@@ -587,9 +602,7 @@ def _settings(
     unused = [name for name in settings.without_effect() if name not in _warned]
     if unused:
         _warned.update(unused)
-        warnings.warn(
-            f"These settings have no effect in this version: {', '.join(unused)}.", stacklevel=3
-        )
+        warn(f"These settings have no effect in this version: {', '.join(unused)}.")
     return settings
 
 

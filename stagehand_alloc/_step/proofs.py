@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import tensors as _tensors
 from stagehand_alloc._errors import CompilerError
 from stagehand_alloc._extension import native
+from stagehand_alloc._tell import warn
 
 LIBRARY = _recipe.Library(
     name="recipes",
@@ -129,20 +129,17 @@ class Proofs:
             return
         self._told.add((op, after))
         if after:
-            warnings.warn(
+            warn(
                 f"stagehand_alloc: an output of {op} no longer comes back bit by bit when it is "
                 "made again, as it did before. Nothing is made so from here on until it is proven "
                 "anew; gradients since it was last compared may be wrong.\n"
                 "Look for what began to write to tensors behind autograd's back, such as a kernel "
-                "or .data, go back to a checkpoint from before that, or pass recompute=False.",
-                RuntimeWarning,
-                stacklevel=2,
+                "or .data, go back to a checkpoint from before that, or pass recompute=False."
             )
         else:
-            warnings.warn(
+            warn(
                 f"stagehand_alloc: some output of {op} did not come back bit by bit when it was "
-                "made again. Such tensors are moved to the host instead; results are right.",
-                stacklevel=2,
+                "made again. Such tensors are moved to the host instead; results are right."
             )
 
 

@@ -12,7 +12,6 @@ import functools
 import sys
 import threading
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._extension import native
 from stagehand_alloc._step import pool as _pool
+from stagehand_alloc._tell import warn
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,8 +79,7 @@ def checkpoint(
     if use_reentrant:
         _warn(
             "stagehand_alloc.checkpoint was called with use_reentrant=True, and runs as with "
-            "False: torch records no graph of a reentrant one.",
-            stacklevel=3,
+            "False: torch records no graph of a reentrant one."
         )
     if debug:
         kwargs["debug"] = True
@@ -388,8 +387,7 @@ def _works() -> bool:
     if _fault:
         _warn(
             "torch's checkpoint works in another way than stagehand_alloc.when_needed knows, and "
-            f"is left as it is: {_fault}.",
-            stacklevel=4,
+            f"is left as it is: {_fault}."
         )
     return not _fault
 
@@ -465,7 +463,7 @@ def _telling(told: list[str], what: str) -> Any:
     return saved_tensors_hooks(pack, unpack)
 
 
-def _warn(text: str, stacklevel: int) -> None:
+def _warn(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warn(text)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.config import format_bytes
+from stagehand_alloc._tell import warn
 
 _told_budgets: set[tuple[int, int]] = set()  # device, high
 _told_pinned: set[tuple[int, int]] = set()  # device, bytes that were pinned
@@ -18,13 +17,13 @@ def look(device: int) -> None:
     found = _stats.read(device)
     if found.overshoot_live > found.high and (device, found.high) not in _told_budgets:
         _told_budgets.add((device, found.high))
-        warnings.warn(_budget_text(found), RuntimeWarning, stacklevel=3)
+        warn(_budget_text(found))
     copies = found.pageable_copies
     before = _pageable_seen.get(device, 0)
     _pageable_seen[device] = copies
     if copies > before and (device, found.pinned_bytes) not in _told_pinned:
         _told_pinned.add((device, found.pinned_bytes))
-        warnings.warn(_pinned_text(found), RuntimeWarning, stacklevel=3)
+        warn(_pinned_text(found))
 
 
 def begin(device: int, high: int) -> None:

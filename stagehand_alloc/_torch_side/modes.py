@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 import weakref
 from collections.abc import Generator
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from stagehand_alloc._built.trigger import Trigger
 from stagehand_alloc._errors import DriverError, ModeError, NoCudaBuildError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.config import Config
+from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 
 Mode = Literal["allocator", "mempool", "native"]
@@ -161,13 +161,11 @@ def _warn_of_forward_only() -> None:
     global _warned
     if trigger().state == "loaded" and not _warned:
         _warned = True
-        warnings.warn(
+        warn(
             "This torch does not let a MemPool serve backward: it takes memory of its own, and the "
             "process goes over `high`.\n"
             'Use mode="native", or run backward inside the pool with '
-            "torch.autograd.set_multithreading_enabled(False).",
-            RuntimeWarning,
-            stacklevel=2,
+            "torch.autograd.set_multithreading_enabled(False)."
         )
 
 

@@ -84,12 +84,12 @@ def answer(loaded: tuple[Path, Any]) -> int:
 # ---- built once, and kept ------------------------------------------------------------------------
 
 
-def test_a_library_is_built_once_and_kept(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_is_built_once_and_kept(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     first, second = _build.load(place.library), _build.load(place.library)
     assert first[0] == second[0] == _build.kept(place.library)
     assert answer(first) == 42
     assert place.compilations() == 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = caplog.messages
     assert len(lines) == 1
     assert f"building the tiny library for torch {_torch_version()}, about 1 s" in lines[0]
     assert str(place.cache) in lines[0]
@@ -218,31 +218,31 @@ def test_a_library_that_does_not_load_is_built_again_once(
 # ---- what is not trusted -------------------------------------------------------------------------
 
 
-def assert_built_privately(place: Place, error_text: str, because: str) -> None:
+def assert_built_privately(place: Place, caplog: pytest.LogCaptureFixture, because: str) -> None:
     """Built into a fresh folder of this process, said in one line, and nothing kept is used."""
     path, library = _build.load(place.library)
     assert library.answer() == 42
     assert path.parent.parent == place.home / "tmp"
     assert path.parent.stat().st_mode & 0o077 == 0
-    lines = error_text.splitlines()
+    lines = caplog.messages
     assert len([line for line in lines if because in line and str(path.parent) in line]) == 1
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])
 def test_a_folder_that_others_can_write_is_not_used(
-    place: Place, mode: int, capsys: pytest.CaptureFixture[str]
+    place: Place, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     planted = fill(place)
     planted.write_bytes(b"planted" + _build._seal(b"planted"))
     place.cache.chmod(mode)
     _build.load(place.library)
-    assert_built_privately(place, capsys.readouterr().err, "others may write to")
+    assert_built_privately(place, caplog, "others may write to")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 @pytest.mark.parametrize("what", ["folder", "library", "lock"])
 def test_what_belongs_to_somebody_else_is_not_used(
-    place: Place, what: str, capsys: pytest.CaptureFixture[str]
+    place: Place, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     planted = fill(place)
     if what == "lock":
@@ -250,12 +250,12 @@ def test_what_belongs_to_somebody_else_is_not_used(
     targets = {"folder": place.cache, "library": planted, "lock": place.cache / "tiny.lock"}
     os.chown(targets[what], 12345, 12345)
     _build.load(place.library)
-    assert_built_privately(place, capsys.readouterr().err, "belongs to user 12345")
+    assert_built_privately(place, caplog, "belongs to user 12345")
 
 
 @pytest.mark.parametrize("what", ["folder", "library", "lock"])
 def test_symbolic_links_are_not_followed(
-    place: Place, what: str, capsys: pytest.CaptureFixture[str]
+    place: Place, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     planted = fill(place)
     if what == "lock":
@@ -264,7 +264,7 @@ def test_symbolic_links_are_not_followed(
     moved = targets[what].rename(place.home / "elsewhere")
     targets[what].symlink_to(moved)
     _build.load(place.library)
-    assert_built_privately(place, capsys.readouterr().err, "is a symbolic link")
+    assert_built_privately(place, caplog, "is a symbolic link")
 
 
 def test_a_lax_umask_still_makes_a_library_that_is_trusted(place: Place) -> None:
@@ -277,18 +277,18 @@ def test_a_lax_umask_still_makes_a_library_that_is_trusted(place: Place) -> None
 
 
 def test_where_no_cache_folder_can_be_a_temporary_one_is(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (place.home / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.home / "file"))
     _build.load(place.library)
-    assert_built_privately(place, capsys.readouterr().err, "cannot be made")
+    assert_built_privately(place, caplog, "cannot be made")
     assert place.compilations() == 1
     assert "not used" in _doctor._cache_folder()
 
 
 def test_a_read_only_folder_serves_what_it_has(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = fill(place)
     place.cache.chmod(0o500)
@@ -298,7 +298,7 @@ def test_a_read_only_folder_serves_what_it_has(
         assert _build.build(place.library) == kept
         place.header.write_text("static const int kAnswer = 42; // other\n")
         _build.load(place.library)
-        assert_built_privately(place, capsys.readouterr().err, "cannot be written to")
+        assert_built_privately(place, caplog, "cannot be written to")
     finally:
         place.cache.chmod(0o700)
 

@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
 
 def test_settings_without_effect_are_warned_of_once() -> None:
     config = Config(recompute_threshold_bytes=3)
-    with pytest.warns(UserWarning, match=r"recompute_threshold_bytes"):
+    with pytest.warns(stagehand_alloc.StagehandWarning, match=r"recompute_threshold_bytes"):
         stagehand_alloc.pool(config=config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

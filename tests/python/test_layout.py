@@ -39,7 +39,7 @@ EFFECTS = ("device_heap", "pinned_pool", "ledger", "transfers", "books", "room",
 PACKAGE = ROOT / "stagehand_alloc"
 # The package's rooms, lowest floor first: each imports from those below it, and from itself.
 FLOORS = (
-    ("_errors",),
+    ("_errors", "_tell"),
     ("_extension", "_settings"),
     ("_driver",),
     ("_built", "_books"),

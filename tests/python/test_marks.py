@@ -216,7 +216,7 @@ def test_a_block_that_adds_to_a_cache_does_not_run_twice() -> None:
     block = Block()
     cache: list[Tensor] = []
     pool = stagehand_alloc.pool("310MiB", recompute=[block])
-    with pytest.warns(UserWarning, match="use_cache = False"), pool:
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="use_cache = False"), pool:
         loss = block(torch.randn(32, 64), past_key_values=cache).sum()
     loss.backward()
     assert len(cache) == 1

@@ -24,7 +24,7 @@ from training import (
 )
 
 import stagehand_alloc
-from stagehand_alloc import PoolStats, _native
+from stagehand_alloc import PoolStats, StagehandWarning, _native
 from stagehand_alloc._step import proofs as _recompute
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -162,7 +162,10 @@ def test_what_does_not_come_back_bit_by_bit_is_moved_and_told_of_once(
 ) -> None:
     expected = steps(contextlib.nullcontext(), meddle=True, width=224)
     proofs = told(monkeypatch)
-    with leaves_nothing(), pytest.warns(UserWarning, match="output of addmm") as warned:
+    with (
+        leaves_nothing(),
+        pytest.warns(StagehandWarning, match="output of addmm") as warned,
+    ):
         actual = in_little(meddle=True, width=224)
     assert [step[:2] for step in actual] == [step[:2] for step in expected]
     assert not all(proofs)
@@ -202,7 +205,7 @@ def test_a_write_behind_autograds_back_before_the_save_is_not_undone() -> None:
     _native.empty_cache()
     pool = recomputing(high="30MiB", low="26MiB")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what did not come back
+        warnings.simplefilter("ignore", StagehandWarning)  # of what did not come back
         for _ in range(8):
             assert run(pool) == expected
 
@@ -245,7 +248,7 @@ def test_in_a_region_recipes_serve_where_they_are_proven_and_the_region_where_no
     _native.empty_cache()
     proofs = told(monkeypatch)
     with warnings.catch_warnings(), leaves_nothing():
-        warnings.simplefilter("ignore", UserWarning)  # of what did not come back
+        warnings.simplefilter("ignore", StagehandWarning)  # of what did not come back
         found = region_steps(10, recomputing(high="40MiB", low="36MiB"), lambda _: meddling)
     assert [gradients for gradients, _ in found] == [expected] * len(found)
     assert found[0][1] > 0

@@ -116,7 +116,7 @@ def test_a_function_of_torchs_signature(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_regions, "_warned", set())
     same_as_plain_torch(scaled_block, reruns=2, region=stagehand_alloc.checkpoint)
     x = batch().requires_grad_()
-    with pytest.warns(UserWarning, match="runs as with"):
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="runs as with"):
         y = stagehand_alloc.checkpoint(torch.sin, x, use_reentrant=True)
     y.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from training import Around, digest, leaves_nothing
 
 import stagehand_alloc
+from stagehand_alloc import StagehandWarning
 from stagehand_alloc._step import regions as _regions
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -72,11 +73,11 @@ def test_of_an_unknown_torch_it_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(_regions, "_warned", set())
 
     known(lambda: "it told nothing")
-    with stagehand_alloc.pool(), pytest.warns(UserWarning, match="it told nothing") as warned:
+    with stagehand_alloc.pool(), pytest.warns(StagehandWarning, match="it told nothing") as warned:
         assert [count_runs(when_needed) for _ in range(3)] == [2, 2, 2]
     assert len(warned) == 1
     known(lambda: [][1])
-    with stagehand_alloc.pool(), pytest.warns(UserWarning, match="list index out of range"):
+    with stagehand_alloc.pool(), pytest.warns(StagehandWarning, match="list index out of range"):
         assert count_runs(when_needed) == 2
 
 

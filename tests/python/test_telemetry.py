@@ -154,7 +154,7 @@ def test_a_full_disk_warns_once_and_training_goes_on() -> None:
         pytest.skip("no /dev/full here")
     pool = stagehand_alloc.pool(telemetry=full)
     step(pool, 1)
-    with pytest.warns(UserWarning, match="Telemetry stopped"):
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="Telemetry stopped"):
         step(pool, 1)
     step(pool, 1)
 

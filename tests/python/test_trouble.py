@@ -37,7 +37,7 @@ def warned_of(action: Callable[[], Any], words: str) -> list[str]:
         warnings.simplefilter("always")
         action()
     found = [w for w in caught if words in str(w.message)]
-    assert all(w.category is RuntimeWarning for w in found)
+    assert all(w.category is stagehand_alloc.StagehandWarning for w in found)
     assert all(
         Path(w.filename).parent.name == "python" for w in found
     )  # the line that entered or left

@@ -1,0 +1,47 @@
+"""What users are told while training goes on: warnings of one class, and one logger.
+
+A warning names the line of the user's that led to it, and the rank where there are several.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
+logger = logging.getLogger("stagehand_alloc")
+
+
+class StagehandWarning(RuntimeWarning):
+    """Training goes on, but not as it was meant to: line one says how, line two what to do."""
+
+
+def warn(text: str) -> None:
+    """A StagehandWarning. Whoever calls says it once."""
+    warnings.warn(_of_rank() + text, StagehandWarning, stacklevel=_users_level())
+
+
+def slow(text: str) -> None:
+    """Something begins that takes seconds; said by one process of a machine, through the logger.
+
+    A logger that nobody has set up writes it to stderr.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning("stagehand_alloc: %s.", text)
+
+
+def _of_rank() -> str:
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"[rank {os.environ.get('RANK', '?')}] " if several else ""
+
+
+def _users_level() -> int:
+    """``stacklevel`` of the innermost frame that is not ours, seen from `warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
