@@ -177,3 +177,18 @@ def test_the_page_of_states_is_made_from_the_tables_the_code_checks() -> None:
         [sys.executable, str(ROOT / "tools" / "states.py"), "--check"], check=False
     )
     assert done.returncode == 0, "run python tools/states.py"
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "figures.py"), "--check"], check=False
+    )
+    assert done.returncode == 0, "run python tools/figures.py"
+
+
+def test_the_readme_is_short_and_every_link_inside_the_repository_leads_somewhere() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page}: {target}"
