@@ -130,18 +130,24 @@ def huggingface(
     return watched, trainer, watching
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_trainer_with_the_callback_equals_one_without_inside_the_budget(
-    tmp_path: Path, checkpointing: bool
-) -> None:
-    more = {"gradient_checkpointing": checkpointing}
-    share = 0.8 if checkpointing else 0.5  # one block's activations have to fit
-    expected, high = within_a_share(lambda _: huggingface(None, tmp_path, **more)[0], share)
+def test_a_trainer_with_the_callback_equals_one_without_inside_the_budget(tmp_path: Path) -> None:
+    expected, high = within_a_share(lambda _: huggingface(None, tmp_path)[0])
     callback = for_transformers.StagehandCallback(high=high)
     with leaves_nothing():
-        actual = huggingface(callback, tmp_path, **more)[0]
+        actual = huggingface(callback, tmp_path)[0]
         assert actual.results() == expected.results()
         assert kept_and_used(callback.pool, high)
+
+
+@pytest.mark.filterwarnings("ignore:No eviction can hold")  # one block's forward fills most of it
+def test_a_trainer_that_checkpoints_moves_what_its_regions_keep(tmp_path: Path) -> None:
+    more = {"gradient_checkpointing": True}
+    expected, high = within_a_share(lambda _: huggingface(None, tmp_path, **more)[0])
+    callback = for_transformers.StagehandCallback(high=high)
+    with leaves_nothing():
+        assert huggingface(callback, tmp_path, **more)[0].results() == expected.results()
+        assert callback.pool is not None
+        assert callback.pool.stats().evicted_bytes > 0
 
 
 def test_each_log_says_what_was_moved_since_the_one_before(tmp_path: Path) -> None:
