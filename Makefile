@@ -19,7 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 /
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 NATIVE_SOURCES := $(shell find native -type f) pyproject.toml
 CXX_SOURCES = $(shell find native tests -name '*.cpp' -o -name '*.hpp')
-PYTHON_SOURCES := $(wildcard stagehand_alloc tests benchmarks tools)
+PYTHON_SOURCES := $(wildcard stagehand_alloc tests benchmarks tools examples)
 
 .PHONY: help
 help:

@@ -48,7 +48,7 @@ class NotBuiltError(StagehandError, ImportError):
 
 
 class InstallError(StagehandError, RuntimeError):
-    """The process allocator cannot be installed."""
+    """The process allocator cannot be installed, or an integration's library is missing."""
 
 
 class AllocatorTooLateError(InstallError):

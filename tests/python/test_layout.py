@@ -47,8 +47,9 @@ FLOORS = (
     ("_step",),
     ("testing",),
     ("_cli",),
+    ("integrations",),
 )
-PUBLIC = {"testing.py"}
+PUBLIC = {"testing.py", "integrations"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -1,0 +1,58 @@
+"""Accelerate's loop, with two batches to an optimizer step: attached, the model enters the pool."""
+
+import contextlib
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stagehand_alloc
+
+HIGH = "32MiB"
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)]
+        self.layers = nn.Sequential(*blocks, nn.Linear(256, 10))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(inputs), labels)
+
+
+def main() -> None:
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            from stagehand_alloc import testing
+
+            stack.enter_context(testing.simulated_gpu())
+        train(Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available()))
+
+
+def train(accelerator: Accelerator) -> None:
+    torch.manual_seed(0)
+    model = Classifier()
+    pool = stagehand_alloc.pool(high=HIGH)
+    attached = pool.attach(model)
+    data = TensorDataset(torch.randn(8 * 1024, 256), torch.randint(10, (8 * 1024,)))
+    prepared = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), DataLoader(data, batch_size=1024)
+    )
+    model, optimizer, batches = prepared
+    for inputs, labels in batches:
+        with accelerator.accumulate(model):
+            loss = model(inputs, labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"loss {loss.item():.3f}")
+    attached.remove()
+    stats, mib = pool.stats(), 1 << 20
+    accelerator.print(f"peak {stats.mapped_peak / mib:.1f} MiB, high {stats.high / mib:.1f} MiB")
+    accelerator.print(f"moved to the host: {stats.evicted_bytes / mib:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
