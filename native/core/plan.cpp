@@ -337,7 +337,8 @@ void Plan::learn(Step& step) {
   if (same_kind) {
     trace->id = (*same)->id;
     trace->follower = (*same)->follower;
-    trace->unavoidable = std::min((*same)->live_peak, trace->live_peak);
+    trace->unavoidable =
+        (*same)->high == trace->high ? std::min((*same)->live_peak, trace->live_peak) : 0;
     trace->requests_before = (*same)->requests;
     trace->repeated = serial_;
     trace->planned = planned;

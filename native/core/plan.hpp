@@ -147,8 +147,8 @@ class Plan {
   // The least that can be occupied at once from the use of this record to the next one's, when
   // what is planned to leave has; 0 where nobody knows.
   Bytes least_after(Place place) const;
-  // Live memory that the last two steps of this kind needed at once, where it is above `high`;
-  // 0 where it is not. No eviction can hold less.
+  // Live memory that the last two steps of this kind inside this very budget needed at once, where
+  // it is above `high`; 0 where it is not. No eviction can hold less.
   Bytes unavoidable() const;
 
  private:

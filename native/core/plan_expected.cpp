@@ -173,9 +173,15 @@ Bytes Plan::unavoidable() const {
     return 0;
   }
   const Trace& trace = *now_->trace;
+  if (trace.high != high_) {
+    return 0;  // what was needed inside another budget says nothing sure of this one
+  }
+  const Bytes live_before = now_->seen.live_before;
   Bytes least = trace.repeated != 0 ? trace.unavoidable : 0;
   if (now_->kin) {
-    least = now_->kin.unavoidable(now_->seen.live_before);
+    least = now_->kin.unavoidable(live_before);
+  } else {  // whatever was live before such a step may be gone
+    least -= std::min(least, trace.live_before - std::min(trace.live_before, live_before));
   }
   return least > high_ ? least : 0;
 }

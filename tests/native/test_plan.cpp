@@ -341,6 +341,29 @@ TEST("what is mapped over high in a step known to need it is counted as over hig
   rig.verify_empty();
 }
 
+TEST("what a step needed inside another budget does not raise the ceiling of this one") {
+  CoreRig rig;
+  const auto stream = rig.stream();
+  const auto step = [&](Bytes high, Bytes live) {
+    rig.runtime->trim(0);
+    rig.budget(high, high);
+    std::vector<Held> saved = rig.retain_many(4, 4_MiB, stream);
+    rig.drop(rig.make(live, stream));
+    rig.back_all(saved, stream);
+    rig.runtime->clear_budget();
+  };
+  for (int i = 0; i < 3; ++i) {
+    step(64_MiB, 40_MiB);
+  }
+  rig.runtime->trim(0);
+  rig.runtime->reset_peaks();
+  for (int i = 0; i < 3; ++i) {
+    step(32_MiB, 20_MiB);
+    CHECK(rig.counters().mapped_peak <= 32_MiB);
+  }
+  rig.verify_empty();
+}
+
 TEST("what the optimizer needs between two pools does not raise the ceiling inside them") {
   CoreRig rig;
   const auto stream = rig.stream();
