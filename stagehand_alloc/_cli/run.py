@@ -86,7 +86,7 @@ def _begin(options: argparse.Namespace) -> Pool:
         recompute=None if options.recompute is None else _RECOMPUTE[options.recompute],
         telemetry=options.telemetry,
     )
-    if options.mode == "allocator":
+    if pool._mode_asked == "allocator":  # or the environment asks for it
         import torch
 
         from stagehand_alloc._torch_side import install as _install

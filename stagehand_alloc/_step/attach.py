@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
@@ -19,7 +20,7 @@ class _Around:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._running: nn.Module | None = None
+        self._running: tuple[nn.Module, int] | None = None  # and the thread of its forward
         self._handles: list[Any] = []
 
     def remove(self) -> None:
@@ -28,21 +29,32 @@ class _Around:
             handle.remove()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        if self._running is module:  # its forward was interrupted, which no hook is told
+        here = (module, threading.get_ident())
+        if self._running == here:  # its forward was interrupted, which no hook is told
             self._leave(module)
-        if self._running is None and self._wants():
+        if self._running is not None or not self._wants():
+            return
+        self._running = here  # first: an interrupt from here on is mended by the next forward
+        try:
             self._pool.__enter__()
-            self._running = module
+        except BaseException:
+            self._running = None
+            raise
+        if self._pool._watch.entered():  # too late for torch to call it of this module
+            self._pool._watch.began(module)
 
     def _wants(self) -> bool:
-        return True
+        """Something may be saved, and no backward is running something again."""
+        import torch
+
+        return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if self._running is not module:
+        if self._running != (module, threading.get_ident()):
             return
-        self._running = None
         if self._pool._entry is not None:  # else another entry found it left already
             self._pool.__exit__(*sys.exc_info())
+        self._running = None
 
 
 class Attached(_Around):
@@ -79,6 +91,6 @@ class Everywhere(_Around):
     def _wants(self) -> bool:
         import torch
 
-        wants = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        wants = not torch.compiler.is_compiling() and super()._wants()
         self.entered |= wants
         return wants

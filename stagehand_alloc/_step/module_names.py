@@ -47,6 +47,10 @@ class ModuleWatch:
             if not _entered:
                 _remove()
 
+    def entered(self) -> bool:
+        """Whether it is, on this thread."""
+        return getattr(_in_this_thread, "watch", None) is self
+
     def _forget(self) -> None:
         self._running.clear()
         self._names.clear()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
 import torch
 from models import BY_NAME
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError
+from stagehand_alloc._step.attach import Everywhere
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -107,3 +110,62 @@ def test_inside_another_pool_the_error_says_so() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="no module"):
         stagehand_alloc.pool(high="64MiB").attach(print)  # type: ignore[arg-type]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_what_backward_runs_again_enters_no_pool() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(4, 8)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    around = Everywhere(stagehand_alloc.pool(high="64MiB"))
+    try:
+        model(x).sum().backward()
+    finally:
+        around.remove()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected) == 8
+
+
+def test_the_blocks_of_an_attached_model_are_found_from_its_root() -> None:
+    model = Blocks()
+    pool = stagehand_alloc.pool(high="64MiB", recompute=True)
+    pool.attach(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert pool._marks is not None
+    assert pool._marks._alive() == list(model.layers)
+
+
+def test_another_thread_that_evaluates_meanwhile_does_not_leave_the_pool() -> None:
+    class Evaluated(Stops):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                worker = threading.Thread(target=evaluate, args=(self, x))
+                worker.start()
+                worker.join()
+                assert pool._entry is not None
+            return super().forward(x)
+
+    def evaluate(model: nn.Module, x: Tensor) -> None:
+        with torch.no_grad():
+            done.append(model(x))
+
+    done: list[Tensor] = []
+    model, pool = Evaluated(), stagehand_alloc.pool(high="64MiB")
+    pool.attach(model)
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+        assert pool._entry is None
+    assert len(done) == 2
