@@ -30,7 +30,7 @@ namespace stagehand::core {
   X(host_waits) X(clean_evictions) X(dirty_evictions) X(write_backs) X(restores) X(prefetches)  \
   X(prefetch_hits) X(prefetch_lates) X(alias_hits) X(activations_saved) X(allocations) X(frees) \
   X(hits) X(grows) X(gathers) X(take_ups) X(loans) X(pool_hits) X(pool_misses) X(pageable_copies) X(out_of_memory)   \
-  X(stall_ns) X(stall_count) X(misses) X(map_calls) X(drops) X(recomputes) X(reruns)            \
+  X(stall_ns) X(stall_count) X(misses) X(map_calls) X(drops) X(recomputes) X(reruns) X(overtakes) \
   /* counts now */                                                                              \
   X(records) X(handles) X(aliases)
 // clang-format on

@@ -34,7 +34,7 @@ def test_arguments_and_a_config_win_over_the_environment(monkeypatch: pytest.Mon
     assert budget_of(stagehand_alloc.pool("32MiB", config=config)) == (32 * MIB, 8 * MIB)
     assert stagehand_alloc.pool()._config.recompute == "nodes"
     assert stagehand_alloc.pool(recompute=False)._config.recompute is False
-    assert stagehand_alloc.pool(config=config)._config.recompute is False
+    assert stagehand_alloc.pool(config={**config, "recompute": False})._config.recompute is False
 
 
 @pytest.mark.parametrize(

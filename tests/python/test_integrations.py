@@ -313,6 +313,7 @@ def test_lightning_with_the_callback_equals_one_without_inside_the_budget(
     expected, high = within_a_share(lambda _: lightning(None, tmp_path, kind)[0])
     callback = for_lightning.StagehandCallback(high=high)
     for _ in range(2):  # a second training has a pool of its own
+        actual = trainer = None  # the first one's model would be in the second one's budget
         forget()
         actual, trainer = lightning(callback, tmp_path, kind)
         assert actual.results() == expected.results()
