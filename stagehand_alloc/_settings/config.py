@@ -238,7 +238,7 @@ class Config:
     telemetry_file: str = "activation_telemetry.jsonl"
     recompute_threshold_bytes: int = 0
     host_limit: Size | None = None  # of host memory; None: default_host_limit()
-    recompute: bool | str = False  # drop what is sooner made again: True, False, or NODES
+    recompute: bool | str = "nodes"  # drop what is sooner made again: True, False, or NODES
     build_trigger: bool = True  # False: no library is built or loaded against torch
 
     def __post_init__(self) -> None:
