@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
 from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.stats import DeviceLike, PoolStats
+from stagehand_alloc._books.steps import Listener, StepStats
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
@@ -135,8 +137,12 @@ class Pool:
         device: DeviceLike,
         mode: _modes.Mode | None = None,
         marks: Marks | None = None,
+        on_step: Listener | None = None,
     ) -> None:
         self._mode_asked = mode
+        self._on_step = on_step
+        self._steps = 0  # that have begun
+        self._last_step: StepStats | None = None  # that has ended
         self._marks = marks
         self._mode: _modes.Mode | None = None  # known from the first entry on
         self._mem_pools: list[Any] = []  # one at most
@@ -171,6 +177,7 @@ class Pool:
             self._device_asked,
             self._mode_asked,
             self._limits,
+            self._on_step,
         )
 
     def __enter__(self) -> Pool:
@@ -188,8 +195,7 @@ class Pool:
         mode = _modes.resolve(self._mode_asked)
         entry, budget = self._claim(lasts)
         try:
-            # The backward of the step before; from here, so that the warning names the user's line.
-            _trouble.look(entry.device)
+            _steps.end(entry.device)
             self._arm(entry, budget, mode)
             entry.entered = True
         except BaseException:
@@ -220,7 +226,7 @@ class Pool:
             )
         self._release(entry, inner=kind is not None)
         if kind is None:
-            _trouble.look(entry.device)
+            _steps.end_if_over(entry.device, self)
 
     if TYPE_CHECKING:
 
@@ -249,10 +255,27 @@ class Pool:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
         if self._device is None:
             return PoolStats()
-        _trouble.look(self._device)
         found = _stats.stats(self._device).since(self._start)
         found = dataclasses.replace(found, mode=self._mode or "", trigger=_modes.trigger().state)
         return _stats.with_passed_through(found, self._passed_through())
+
+    def step_stats(self) -> dict[str, float]:
+        """The newest step that has ended, as flat numbers: for TensorBoard, W&B, Prometheus.
+
+            wandb.log(pool.step_stats())
+
+        The names are those of a telemetry line; sizes in bytes. Asked for after backward, it is the
+        step just made; while what a step saved is alive, the one before. Empty before the first.
+        What is asked for again is the same. Waits for no GPU work.
+        """
+        if self._device is not None:
+            _steps.end_if_over(self._device, self)
+        return {} if self._last_step is None else self._last_step.numbers()
+
+    def _told(self, step: StepStats) -> None:
+        self._last_step = step
+        if self._on_step is not None:
+            self._on_step(step)
 
     def plan(self) -> _plan.StepPlan:
         """What stays, moves and is dropped of what steps like the newest save, by what made it.
@@ -393,14 +416,22 @@ class Pool:
             _modes.reach_torch(device, self._config)
         _configure_pinned(native, self._config)
         self._configure_lanes(native, device)
-        if self._config.telemetry_enabled:
-            _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
-        _trouble.begin(device, budget.high)
+        self._begin_step(device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
         self._enter_hooks(entry)
+
+    def _begin_step(self, device: int, mode: _modes.Mode) -> None:
+        listeners: tuple[Listener, ...] = (_trouble.look,)
+        if self._config.telemetry_enabled:
+            listeners = (_telemetry.writer_of(self._config.telemetry_file).listen, *listeners)
+        self._steps += 1
+        owner = weakref.ref(self)
+        _steps.begin(
+            device, _steps.OpenStep(self._steps, mode, owner, listeners, self._passed_through())
+        )
 
     def _release(self, entry: _Entry, inner: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
@@ -418,6 +449,7 @@ class Pool:
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
+            _steps.left(entry.device, self)
         if entry.allocating is not None:
             entry.allocating.close()
         if _active.get(entry.device) is entry:
@@ -478,6 +510,7 @@ def pool(
     keep: KeepPredicate | None = None,
     recompute: bool | str | nn.Module | Iterable[nn.Module] | None = None,
     telemetry: bool | str | Path | None = None,
+    on_step: Listener | None = None,
     device: DeviceLike = None,
 ) -> Pool:
     """A budget to enter around forward: ``with stagehand_alloc.pool(high="20GiB"): ...``.
@@ -501,6 +534,9 @@ def pool(
             same each time. True: the blocks of the models that the first step calls. Default: the
             config's.
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
+        on_step: called with the `StepStats` of each step once it has ended: when the next one
+            begins, or, where nothing that it saved is alive any more, when the pool is left or
+            `Pool.step_stats` asked. On that thread; what it raises is raised there.
         device: default: the current CUDA device.
 
     What is left out may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW, _LIMIT, _MODE, and,
@@ -515,6 +551,10 @@ def pool(
         raise ConfigError(
             f"keep={keep!r} cannot be called.",
             "Give a function that takes a SavedTensorInfo and returns a bool.",
+        )
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(
+            f"on_step={shown(on_step)} cannot be called.", "Give a function that takes a StepStats."
         )
     if telemetry is None and config is None:
         telemetry = environment.text("telemetry")
@@ -542,7 +582,7 @@ def pool(
         if size is not None:
             parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
     _check_order(*sizes)
-    made = Pool(settings, sizes, keep, device, known_mode, marks)
+    made = Pool(settings, sizes, keep, device, known_mode, marks, on_step)
     made._prepare()
     return made
 
@@ -561,12 +601,13 @@ def _again(
     device: DeviceLike,
     mode: _modes.Mode | None,
     limits: LaneLimits,
+    on_step: Listener | None = None,
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
     from stagehand_alloc._step import marks as _marks
 
     marks = _marks.Marks.found() if config.recompute is True else None
-    made = Pool(config, sizes, keep, device, mode, marks)
+    made = Pool(config, sizes, keep, device, mode, marks, on_step)
     made._limits = limits
     return made
 

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from stagehand_alloc._books import stats as _stats
-from stagehand_alloc._extension import native
+from collections.abc import Callable
+
+from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._books.steps import StepStats
 from stagehand_alloc._settings.config import format_bytes
 from stagehand_alloc._tell import warn
 
-_told_budgets: set[tuple[int, int]] = set()  # device, high
-_told_pinned: set[tuple[int, int]] = set()  # device, bytes that were pinned
-_pageable_seen: dict[int, int] = {}  # device -> pageable copies, those told of included
+_told: set[tuple[str, int, int]] = set()  # what, device, and the setting or size it is of
 
 
-def look(device: int) -> None:
-    """Warn of what has gone wrong on ``device`` under the budget set there now, once each."""
-    found = _stats.read(device)
-    if found.overshoot_live > found.high and (device, found.high) not in _told_budgets:
-        _told_budgets.add((device, found.high))
-        warn(_budget_text(found))
-    copies = found.pageable_copies
-    before = _pageable_seen.get(device, 0)
-    _pageable_seen[device] = copies
-    if copies > before and (device, found.pinned_bytes) not in _told_pinned:
-        _told_pinned.add((device, found.pinned_bytes))
-        warn(_pinned_text(found))
+def look(step: StepStats) -> None:
+    """Warn of what went wrong in a step, once each."""
+    found = step.native
+    if found.get("overshoot_live", 0) > found.get("high", 0):
+        _once(("budget", step.device, found["high"]), _budget_text, step)
+    if found.get("pageable_copies", 0):
+        _once(("pinned", step.device, found["pinned_bytes"]), _pinned_text, step)
 
 
-def begin(device: int, high: int) -> None:
-    """A pool with this budget is entered: what overshot another one's is not held against it."""
-    if native.device_open(device) and _stats.read(device).high != high:
-        _stats.start_step_peaks(device)
+def _once(what: tuple[str, int, int], text: Callable[[PoolStats], str], step: StepStats) -> None:
+    if what not in _told:
+        _told.add(what)
+        warn(text(step.counted))
 
 
-def _budget_text(found: _stats.PoolStats) -> str:
+def _budget_text(found: PoolStats) -> str:
     size = format_bytes
     live, saved = found.overshoot_live, min(found.overshoot_saved, found.overshoot_live)
     return (
@@ -45,7 +40,7 @@ def _budget_text(found: _stats.PoolStats) -> str:
     )
 
 
-def _pinned_text(found: _stats.PoolStats) -> str:
+def _pinned_text(found: PoolStats) -> str:
     size = format_bytes
     return (
         f"Pinned host memory ran out on device {found.device} at {size(found.pinned_bytes)}: "
