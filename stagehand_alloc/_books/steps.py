@@ -39,10 +39,12 @@ class StepStats:
     """What the engine counted, by its own names; `counted` is for people."""
     passed_through: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Saved tensors that autograd was handed back as they are, by reason."""
+    gradients: bool = True
+    """Whether gradients were on at the entry: something may be saved."""
     began_ns: int = 0
     """Since the epoch, as ``time.time_ns``: the end of the step before, or the pool's entry."""
     left_ns: int = 0
-    """When the pool was left; 0 where it was not, or it was interrupted."""
+    """When the pool was left; 0 where it was not, or by an error."""
     ended_ns: int = 0
 
     @functools.cached_property
@@ -67,6 +69,7 @@ class StepStats:
             "began_ns": self.began_ns,
             "left_ns": self.left_ns,
             "ended_ns": self.ended_ns,
+            "gradients": int(self.gradients),
         }
 
     def _seen(self) -> Any:
@@ -182,6 +185,7 @@ class OpenStep:
 
     number: int
     mode: str
+    gradients: bool
     owner: Callable[[], Owner | None]
     listeners: tuple[Listener, ...]
     passed_before: Mapping[str, int]
@@ -205,7 +209,7 @@ def begin(device: int, step: OpenStep) -> None:
     _open[device] = step
 
 
-def left(device: int, owner: Owner) -> None:
+def left(device: int, owner: Owner, by_error: bool) -> None:
     """``owner``'s pool is left: nothing more of its step is passed through."""
     step = _open.get(device)
     if step is None or step.owner() is not owner:
@@ -216,7 +220,7 @@ def left(device: int, owner: Owner) -> None:
         for reason, count in owner._passed_through().items()
         if count != before.get(reason, 0)
     }
-    step.left_ns = time.time_ns()
+    step.left_ns = 0 if by_error else time.time_ns()
 
 
 def end(device: int) -> None:
@@ -228,7 +232,7 @@ def end(device: int) -> None:
     native = _stats.end_step(device)
     _last[device] = (step.owner, now)
     found = StepStats(
-        *(step.number, device, rank(), step.mode, native, step.passed),
+        *(step.number, device, rank(), step.mode, native, step.passed, step.gradients),
         *(step.began_ns, step.left_ns, now),
     )
     for listener in step.listeners:

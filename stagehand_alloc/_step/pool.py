@@ -35,6 +35,7 @@ from stagehand_alloc._settings.config import (
     Budget,
     Config,
     Size,
+    format_bytes,
     load_config,
     parse_size,
     plain_number,
@@ -158,12 +159,23 @@ class Pool:
         self._start = PoolStats()
         self._entry: _Entry | None = None
 
+    def __repr__(self) -> str:
+        high, low, limit = self._sizes
+        if (budget := self._budget) is not None:
+            high, low, limit = map(format_bytes, (budget.high, budget.low, budget.limit))
+        where = "not entered yet" if self._device is None else f"device {self._device}"
+        inside = ", entered" if self._entry is not None else ""
+        return f"<Pool high={high} low={low} limit={limit} mode={self._mode}, {where}{inside}>"
+
     def _prepare(self) -> None:
-        """What needs no entry: pinning takes a while, and starts as soon as the device is open."""
+        """What needs no entry: pinning takes a while, and starts as soon as the device is open.
+
+        The device that is current now may not be the one at the first entry, which is the pool's.
+        """
         if self._config.enabled and _install.is_installed():
-            self._resolve()
+            resolve_budget(*self._sizes, self._look_at_device()[1])
             if _pinned is None:
-                _configure_pinned(native, self._config)
+                self._configure_pinned()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
@@ -347,6 +359,29 @@ class Pool:
             return 0
         return int(native.release_pinned(self._device, kept))
 
+    def _configure_pinned(self) -> None:
+        """Set up the pinned pool, once for the process and again where the settings differ."""
+        global _pinned
+        config = self._config
+        wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
+        with _registry_lock:
+            if _pinned != wanted:
+                # While tensors of an earlier step use the slabs: the next entry tries again.
+                _pinned = wanted if native.configure_pinned(*self._host_memory) else None
+
+    @functools.cached_property
+    def _host_memory(self) -> tuple[list[int], list[int], int, bool, list[int], int]:
+        """As native takes it; the machine is asked once, since two pools may take turns."""
+        # On the simulated GPU nothing runs that a seed does not decide.
+        real = not _install.is_simulated()
+        return (
+            *self._config.pinned_classes(),
+            self._config.host_limit_bytes(),
+            real,
+            _driver.numa_nodes() if real else [],
+            self._config.first_share(),
+        )
+
     def _configure_lanes(self, native: Any, device: int) -> None:
         """This pool's limits and checksums, in place of those of the pool before it."""
         checksums = self._config.debug_checksums
@@ -357,16 +392,20 @@ class Pool:
                 native.set_checksums(device, checksums)
                 (_checksummed.add if checksums else _checksummed.discard)(device)
 
+    def _look_at_device(self) -> tuple[int, int]:
+        """The device that is meant as things stand, and its bytes."""
+        device = _stats.device_index(self._device_asked)
+        if _install.is_simulated():
+            device = 0  # where its tensors are
+        return device, _driver.require_virtual_memory(device).total
+
     def _resolve(self) -> tuple[int, Budget]:
-        """Device and budget, worked out once. Raises SizeError."""
+        """Device and budget, worked out once, at the first entry. Raises SizeError."""
         if self._device is None or self._budget is None:
             if not _install.is_installed():
                 _driver.start()
                 _start_torch()
-            device = _stats.device_index(self._device_asked)
-            if _install.is_simulated():
-                device = 0  # where its tensors are
-            total = _driver.require_virtual_memory(device).total
+            device, total = self._look_at_device()
             self._start = _stats.read(device)
             self._budget = resolve_budget(*self._sizes, total)
             self._device = device
@@ -414,7 +453,7 @@ class Pool:
         self._mode = mode
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
-        _configure_pinned(native, self._config)
+        self._configure_pinned()
         self._configure_lanes(native, device)
         self._begin_step(device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
@@ -424,14 +463,21 @@ class Pool:
         self._enter_hooks(entry)
 
     def _begin_step(self, device: int, mode: _modes.Mode) -> None:
+        import torch
+
         listeners: tuple[Listener, ...] = (_trouble.look,)
         if self._config.telemetry_enabled:
             listeners = (_telemetry.writer_of(self._config.telemetry_file).listen, *listeners)
         self._steps += 1
-        owner = weakref.ref(self)
-        _steps.begin(
-            device, _steps.OpenStep(self._steps, mode, owner, listeners, self._passed_through())
+        step = _steps.OpenStep(
+            self._steps,
+            mode,
+            torch.is_grad_enabled(),
+            weakref.ref(self),
+            listeners,
+            self._passed_through(),
         )
+        _steps.begin(device, step)
 
     def _release(self, entry: _Entry, inner: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
@@ -449,7 +495,7 @@ class Pool:
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
-            _steps.left(entry.device, self)
+            _steps.left(entry.device, self, by_error=inner)
         if entry.allocating is not None:
             entry.allocating.close()
         if _active.get(entry.device) is entry:
@@ -700,21 +746,3 @@ def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:
             f"The driver refused the page of pinned memory that rates need on device {device}.",
             "Leave d2h_bytes_per_second and h2d_bytes_per_second out, or free host memory.",
         )
-
-
-def _configure_pinned(native: Any, config: Config) -> None:
-    """Set up the pinned pool, once for the process and again where the settings differ."""
-    global _pinned
-    wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
-    with _registry_lock:
-        if _pinned != wanted:
-            done = native.configure_pinned(
-                *config.pinned_classes(),
-                config.host_limit_bytes(),
-                # On the simulated GPU nothing runs that a seed does not decide.
-                ahead=not _install.is_simulated(),
-                numa_nodes=[] if _install.is_simulated() else _driver.numa_nodes(),
-                first_share=config.first_share(),
-            )
-            # While tensors of an earlier step use the slabs: the next entry tries again.
-            _pinned = wanted if done else None
