@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books.stats import PoolStats
-from stagehand_alloc._settings.config import MIB
+from stagehand_alloc._settings.sizes import MIB
 
 
 @dataclass(frozen=True)

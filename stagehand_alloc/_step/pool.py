@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
-from stagehand_alloc._books.stats import DeviceLike, PoolStats
+from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._books.steps import Listener, StepStats
 from stagehand_alloc._errors import (
     ConfigError,
@@ -25,27 +25,16 @@ from stagehand_alloc._errors import (
     NestedPoolError,
     PoolError,
     PoolThreadError,
-    SizeError,
 )
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings import environment
-from stagehand_alloc._settings.config import (
-    NODES,
-    UNLIMITED,
-    Budget,
-    Config,
-    Size,
-    format_bytes,
-    load_config,
-    parse_size,
-    plain_number,
-    resolve_budget,
-    shown,
-)
+from stagehand_alloc._settings.budget import Budget
+from stagehand_alloc._settings.config import NODES, Config, DeviceLike, Mode, check_mode
 from stagehand_alloc._settings.link import UNCHANGED, LaneLimits, Unchanged
+from stagehand_alloc._settings.load import load_config
+from stagehand_alloc._settings.sizes import UNLIMITED, Size, format_bytes, read_size, shown
 from stagehand_alloc._step import trouble as _trouble
 from stagehand_alloc._step.module_names import ModuleWatch
-from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 
@@ -66,7 +55,6 @@ _checksummed: set[int] = set()  # devices where a pool asked for checksums; same
 _pinned: tuple[Any, ...] | None = None  # what the pinned pool was last configured with; same lock
 # .entry: the pool this thread is inside; .exit: what `_Exit` gave out last, weakly
 _in_this_thread = threading.local()
-_warned: set[str] = set()
 
 
 @dataclasses.dataclass(eq=False)
@@ -133,24 +121,19 @@ class Pool:
     def __init__(
         self,
         config: Config,
-        sizes: tuple[Size | None, Size | None, Size | None],
-        keep: KeepPredicate | None,
-        device: DeviceLike,
-        mode: _modes.Mode | None = None,
+        keep: KeepPredicate | None = None,
         marks: Marks | None = None,
         on_step: Listener | None = None,
     ) -> None:
-        self._mode_asked = mode
+        self._mode_asked = check_mode(config.mode)
         self._on_step = on_step
         self._steps = 0  # that have begun
         self._last_step: StepStats | None = None  # that has ended
         self._marks = marks
-        self._mode: _modes.Mode | None = None  # known from the first entry on
+        self._mode: Mode | None = None  # known from the first entry on
         self._mem_pools: list[Any] = []  # one at most
         self._config = config
-        self._sizes = sizes
         self._keep = keep
-        self._device_asked = device
         self._device: int | None = None  # known from the first entry on
         self._budget: Budget | None = None
         self._limits = LaneLimits.of(config)  # guarded by _registry_lock
@@ -160,9 +143,8 @@ class Pool:
         self._entry: _Entry | None = None
 
     def __repr__(self) -> str:
-        high, low, limit = self._sizes
-        if (budget := self._budget) is not None:
-            high, low, limit = map(format_bytes, (budget.high, budget.low, budget.limit))
+        sizes: Config | Budget = self._budget or self._config
+        high, low, limit = map(_shown, (sizes.high, sizes.low, sizes.limit))
         where = "not entered yet" if self._device is None else f"device {self._device}"
         inside = ", entered" if self._entry is not None else ""
         return f"<Pool high={high} low={low} limit={limit} mode={self._mode}, {where}{inside}>"
@@ -173,7 +155,7 @@ class Pool:
         The device that is current now may not be the one at the first entry, which is the pool's.
         """
         if self._config.enabled and _install.is_installed():
-            resolve_budget(*self._sizes, self._look_at_device()[1])
+            self._config.budget(self._look_at_device()[1])
             if _pinned is None:
                 self._configure_pinned()
 
@@ -184,10 +166,7 @@ class Pool:
         """
         return _again, (
             self._config,
-            self._sizes,
             self._keep,
-            self._device_asked,
-            self._mode_asked,
             self._limits,
             self._on_step,
         )
@@ -354,7 +333,7 @@ class Pool:
         What saved tensors are in stays, and what a copy still uses. The next eviction may have to
         pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
-        kept = 0 if _is_zero(keep) else min(parse_size(keep, None, "keep"), UNLIMITED)
+        kept = min(int(read_size(keep, "keep", shares=False, zero=True)), UNLIMITED)
         if self._device is None or not native.device_open(self._device):
             return 0
         return int(native.release_pinned(self._device, kept))
@@ -394,7 +373,7 @@ class Pool:
 
     def _look_at_device(self) -> tuple[int, int]:
         """The device that is meant as things stand, and its bytes."""
-        device = _stats.device_index(self._device_asked)
+        device = _stats.device_index(self._config.device)
         if _install.is_simulated():
             device = 0  # where its tensors are
         return device, _driver.require_virtual_memory(device).total
@@ -407,7 +386,7 @@ class Pool:
                 _start_torch()
             device, total = self._look_at_device()
             self._start = _stats.read(device)
-            self._budget = resolve_budget(*self._sizes, total)
+            self._budget = self._config.budget(total)
             self._device = device
         return self._device, self._budget
 
@@ -448,7 +427,7 @@ class Pool:
             _active[device] = entry
         return entry, budget
 
-    def _arm(self, entry: _Entry, budget: Budget, mode: _modes.Mode) -> None:
+    def _arm(self, entry: _Entry, budget: Budget, mode: Mode) -> None:
         device = entry.device
         self._mode = mode
         if mode != "allocator":
@@ -462,12 +441,12 @@ class Pool:
         self._enter_torch(entry)
         self._enter_hooks(entry)
 
-    def _begin_step(self, device: int, mode: _modes.Mode) -> None:
+    def _begin_step(self, device: int, mode: Mode) -> None:
         import torch
 
         listeners: tuple[Listener, ...] = (_trouble.look,)
-        if self._config.telemetry_enabled:
-            listeners = (_telemetry.writer_of(self._config.telemetry_file).listen, *listeners)
+        if (path := self._config.telemetry_path) is not None:
+            listeners = (_telemetry.writer_of(path).listen, *listeners)
         self._steps += 1
         step = _steps.OpenStep(
             self._steps,
@@ -570,8 +549,8 @@ def pool(
         mode: "allocator", the process allocator, which is the default where it is installed;
             "native", torch's own caching allocator as it is, which is the default elsewhere;
             "mempool", the same with a torch.cuda.MemPool of ours around the `with`.
-        config: further settings: a Config, a dict, or a file for `load_config`. The arguments
-            here win over it.
+        config: the same and further settings: a Config, a dict, or a file for `load_config`. The
+            arguments here win over it.
         keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
         recompute: drop what is sooner made again than moved. "nodes": what autograd's own nodes can
             make, such as the output of a gelu. Modules, such as ``model.layers``, or the model,
@@ -585,75 +564,54 @@ def pool(
             `Pool.step_stats` asked. On that thread; what it raises is raised there.
         device: default: the current CUDA device.
 
-    What is left out may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW, _LIMIT, _MODE, and,
-    where no config is given, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
+    What neither these nor the config say may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW,
+    _LIMIT, _MODE, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
 
     Raises SizeError and ConfigError for settings that cannot be, ModeError for a mode that is not
     available. The device's own size is checked here once the allocator is installed, and at the
     ``with`` at the latest.
     """
-    known_mode = _modes.check(environment.text("mode") if mode is None else mode)
-    if keep is not None and not callable(keep):
-        raise ConfigError(
-            f"keep={keep!r} cannot be called.",
-            "Give a function that takes a SavedTensorInfo and returns a bool.",
-        )
-    if on_step is not None and not callable(on_step):
-        raise ConfigError(
-            f"on_step={shown(on_step)} cannot be called.", "Give a function that takes a StepStats."
-        )
-    if telemetry is None and config is None:
-        telemetry = environment.text("telemetry")
-    settings = _settings(config, telemetry)
-    if recompute is None and config is None:
-        recompute = environment.recompute()
+    for name, function in (("keep", keep), ("on_step", on_step)):
+        if function is not None and not callable(function):
+            what = {"keep": "SavedTensorInfo and returns a bool", "on_step": "StepStats"}[name]
+            raise ConfigError(
+                f"{name}={shown(function)} cannot be called.",
+                f"Give a function that takes a {what}.",
+            )
+    settings = (
+        config if isinstance(config, Config) else load_config({} if config is None else config)
+    )
+    given: dict[str, Any] = {"high": high, "low": low, "limit": limit, "mode": mode}
+    given |= {"telemetry": telemetry, "device": device}
     marks = None
     if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == NODES):
-        settings = dataclasses.replace(settings, recompute=recompute)
+        given["recompute"] = recompute
     elif recompute is not None:
         from stagehand_alloc._step import marks as _marks
 
         marks = _marks.Marks(_marks.modules_of(recompute))
-        settings = dataclasses.replace(settings, recompute=NODES)
-    if settings.recompute is True:
-        from stagehand_alloc._step import marks as _marks
-
-        marks = _marks.Marks.found()
-    sizes = (
-        _size(high, settings.high, "high"),
-        _size(low, settings.low, "low"),
-        _size(limit, None, "limit"),
-    )
-    for name, size in zip(("high", "low", "limit"), sizes, strict=True):
-        if size is not None:
-            parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
-    _check_order(*sizes)
-    made = Pool(settings, sizes, keep, device, known_mode, marks, on_step)
+        given["recompute"] = NODES
+    said = {name: value for name, value in given.items() if value is not None}
+    settings = environment.filled(dataclasses.replace(settings, **said))
+    made = Pool(settings, keep, marks or _marks_found(settings), on_step)
     made._prepare()
     return made
 
 
-def _size(given: Size | None, configured: Size | None, name: str) -> Size | None:
-    """What was given, else the config's, else the environment's."""
-    if given is not None:
-        return cast("Size", plain_number(given))
-    return environment.size(name) if configured is None else configured
+def _marks_found(config: Config) -> Marks | None:
+    """Those that a pool finds by itself, where it is to."""
+    if config.recompute is not True:
+        return None
+    from stagehand_alloc._step import marks as _marks
+
+    return _marks.Marks.found()
 
 
 def _again(
-    config: Config,
-    sizes: tuple[Size | None, Size | None, Size | None],
-    keep: KeepPredicate | None,
-    device: DeviceLike,
-    mode: _modes.Mode | None,
-    limits: LaneLimits,
-    on_step: Listener | None = None,
+    config: Config, keep: KeepPredicate | None, limits: LaneLimits, on_step: Listener | None
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
-    from stagehand_alloc._step import marks as _marks
-
-    marks = _marks.Marks.found() if config.recompute is True else None
-    made = Pool(config, sizes, keep, device, mode, marks, on_step)
+    made = Pool(config, keep, _marks_found(config), on_step)
     made._limits = limits
     return made
 
@@ -667,30 +625,6 @@ def keep(tensor: Tensor) -> Tensor:
 
     _hooks.keep(tensor)
     return tensor
-
-
-def _settings(
-    config: Config | dict[str, Any] | str | Path | None, telemetry: bool | str | Path | None
-) -> Config:
-    settings = (
-        config if isinstance(config, Config) else load_config({} if config is None else config)
-    )
-    if isinstance(telemetry, bool):
-        settings = dataclasses.replace(settings, telemetry_enabled=telemetry)
-    elif telemetry is not None:
-        if not isinstance(telemetry, str | Path):
-            raise ConfigError(
-                f"telemetry={shown(telemetry)} is a {type(telemetry).__name__}, not a path.",
-                "Give the path of the file to write, or True for the one in the settings.",
-            )
-        settings = dataclasses.replace(
-            settings, telemetry_enabled=True, telemetry_file=str(telemetry)
-        )
-    unused = [name for name in settings.without_effect() if name not in _warned]
-    if unused:
-        _warned.update(unused)
-        warn(f"These settings have no effect in this version: {', '.join(unused)}.")
-    return settings
 
 
 def _remove_hooks(inner: bool) -> None:
@@ -714,30 +648,15 @@ def _remove_hooks(inner: bool) -> None:
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def _shown(size: Size | None) -> str:
+    return format_bytes(size) if isinstance(size, int) else str(size)
+
+
 def _start_torch() -> None:
     """The trigger library and the device's number need torch's CUDA initialised."""
     import torch
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
-
-
-def _is_zero(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size == 0
-
-
-def _check_order(high: Size | None, low: Size | None, limit: Size | None) -> None:
-    """low <= high <= limit, for the pairs that need no device to be compared."""
-    for small_name, small, large_name, large in (
-        ("low", low, "high", high),
-        ("high", high, "limit", limit),
-    ):
-        if small is None or large is None or isinstance(small, float) != isinstance(large, float):
-            continue
-        if parse_size(small, 1 << 40) > parse_size(large, 1 << 40):
-            raise SizeError(
-                f"{small_name}={small!r} is above {large_name}={large!r}.",
-                f"Lower {small_name} or raise {large_name}: low <= high <= limit.",
-            )
 
 
 def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._books.steps import StepStats
-from stagehand_alloc._settings.config import format_bytes
+from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._tell import slow, warn
 
 _LONG_NS = 2_000_000_000

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 def test_a_pool_s_device_is_that_of_its_first_entry() -> None:
     pool = stagehand_alloc.pool(high="64MiB")  # before torch.cuda.set_device(rank)
     assert pool._device is None
-    assert repr(pool) == "<Pool high=64MiB low=None limit=None mode=None, not entered yet>"
+    assert repr(pool) == "<Pool high=64.00 MiB low=None limit=None mode=None, not entered yet>"
     with pytest.raises(SizeError, match="the device has"):
         stagehand_alloc.pool(high="64GiB")  # checked all the same
     with pool:
