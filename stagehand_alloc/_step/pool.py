@@ -10,39 +10,31 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
 from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
-from stagehand_alloc._books.stats import DeviceLike, PoolStats
+from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._books.steps import Listener, StepStats
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
     NestedPoolError,
     PoolError,
     PoolThreadError,
-    SizeError,
 )
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings import environment
-from stagehand_alloc._settings.config import (
-    NODES,
-    UNLIMITED,
-    Budget,
-    Config,
-    Size,
-    load_config,
-    parse_size,
-    plain_number,
-    resolve_budget,
-    shown,
-)
+from stagehand_alloc._settings.budget import Budget
+from stagehand_alloc._settings.config import NODES, Config, DeviceLike, Mode, check_mode
 from stagehand_alloc._settings.link import UNCHANGED, LaneLimits, Unchanged
+from stagehand_alloc._settings.load import load_config
+from stagehand_alloc._settings.sizes import UNLIMITED, Size, format_bytes, read_size, shown
 from stagehand_alloc._step import trouble as _trouble
 from stagehand_alloc._step.module_names import ModuleWatch
-from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 
@@ -63,7 +55,6 @@ _checksummed: set[int] = set()  # devices where a pool asked for checksums; same
 _pinned: tuple[Any, ...] | None = None  # what the pinned pool was last configured with; same lock
 # .entry: the pool this thread is inside; .exit: what `_Exit` gave out last, weakly
 _in_this_thread = threading.local()
-_warned: set[str] = set()
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,20 +121,19 @@ class Pool:
     def __init__(
         self,
         config: Config,
-        sizes: tuple[Size | None, Size | None, Size | None],
-        keep: KeepPredicate | None,
-        device: DeviceLike,
-        mode: _modes.Mode | None = None,
+        keep: KeepPredicate | None = None,
         marks: Marks | None = None,
+        on_step: Listener | None = None,
     ) -> None:
-        self._mode_asked = mode
+        self._mode_asked = check_mode(config.mode)
+        self._on_step = on_step
+        self._steps = 0  # that have begun
+        self._last_step: StepStats | None = None  # that has ended
         self._marks = marks
-        self._mode: _modes.Mode | None = None  # known from the first entry on
+        self._mode: Mode | None = None  # known from the first entry on
         self._mem_pools: list[Any] = []  # one at most
         self._config = config
-        self._sizes = sizes
         self._keep = keep
-        self._device_asked = device
         self._device: int | None = None  # known from the first entry on
         self._budget: Budget | None = None
         self._limits = LaneLimits.of(config)  # guarded by _registry_lock
@@ -152,12 +142,22 @@ class Pool:
         self._start = PoolStats()
         self._entry: _Entry | None = None
 
+    def __repr__(self) -> str:
+        sizes: Config | Budget = self._budget or self._config
+        high, low, limit = map(_shown, (sizes.high, sizes.low, sizes.limit))
+        where = "not entered yet" if self._device is None else f"device {self._device}"
+        inside = ", entered" if self._entry is not None else ""
+        return f"<Pool high={high} low={low} limit={limit} mode={self._mode}, {where}{inside}>"
+
     def _prepare(self) -> None:
-        """What needs no entry: pinning takes a while, and starts as soon as the device is open."""
+        """What needs no entry: pinning takes a while, and starts as soon as the device is open.
+
+        The device that is current now may not be the one at the first entry, which is the pool's.
+        """
         if self._config.enabled and _install.is_installed():
-            self._resolve()
+            self._config.budget(self._look_at_device()[1])
             if _pinned is None:
-                _configure_pinned(native, self._config)
+                self._configure_pinned()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
@@ -166,11 +166,9 @@ class Pool:
         """
         return _again, (
             self._config,
-            self._sizes,
             self._keep,
-            self._device_asked,
-            self._mode_asked,
             self._limits,
+            self._on_step,
         )
 
     def __enter__(self) -> Pool:
@@ -188,8 +186,7 @@ class Pool:
         mode = _modes.resolve(self._mode_asked)
         entry, budget = self._claim(lasts)
         try:
-            # The backward of the step before; from here, so that the warning names the user's line.
-            _trouble.look(entry.device)
+            _steps.end(entry.device)
             self._arm(entry, budget, mode)
             entry.entered = True
         except BaseException:
@@ -220,7 +217,7 @@ class Pool:
             )
         self._release(entry, inner=kind is not None)
         if kind is None:
-            _trouble.look(entry.device)
+            _steps.end_if_over(entry.device, self)
 
     if TYPE_CHECKING:
 
@@ -249,10 +246,27 @@ class Pool:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
         if self._device is None:
             return PoolStats()
-        _trouble.look(self._device)
         found = _stats.stats(self._device).since(self._start)
         found = dataclasses.replace(found, mode=self._mode or "", trigger=_modes.trigger().state)
         return _stats.with_passed_through(found, self._passed_through())
+
+    def step_stats(self) -> dict[str, float]:
+        """The newest step that has ended, as flat numbers: for TensorBoard, W&B, Prometheus.
+
+            wandb.log(pool.step_stats())
+
+        The names are those of a telemetry line; sizes in bytes. Asked for after backward, it is the
+        step just made; while what a step saved is alive, the one before. Empty before the first.
+        What is asked for again is the same. Waits for no GPU work.
+        """
+        if self._device is not None:
+            _steps.end_if_over(self._device, self)
+        return {} if self._last_step is None else self._last_step.numbers()
+
+    def _told(self, step: StepStats) -> None:
+        self._last_step = step
+        if self._on_step is not None:
+            self._on_step(step)
 
     def plan(self) -> _plan.StepPlan:
         """What stays, moves and is dropped of what steps like the newest save, by what made it.
@@ -319,10 +333,33 @@ class Pool:
         What saved tensors are in stays, and what a copy still uses. The next eviction may have to
         pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
-        kept = 0 if _is_zero(keep) else min(parse_size(keep, None, "keep"), UNLIMITED)
+        kept = min(int(read_size(keep, "keep", shares=False, zero=True)), UNLIMITED)
         if self._device is None or not native.device_open(self._device):
             return 0
         return int(native.release_pinned(self._device, kept))
+
+    def _configure_pinned(self) -> None:
+        """Set up the pinned pool, once for the process and again where the settings differ."""
+        global _pinned
+        config = self._config
+        wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
+        with _registry_lock:
+            if _pinned != wanted:
+                # While tensors of an earlier step use the slabs: the next entry tries again.
+                _pinned = wanted if native.configure_pinned(*self._host_memory) else None
+
+    @functools.cached_property
+    def _host_memory(self) -> tuple[list[int], list[int], int, bool, list[int], int]:
+        """As native takes it; the machine is asked once, since two pools may take turns."""
+        # On the simulated GPU nothing runs that a seed does not decide.
+        real = not _install.is_simulated()
+        return (
+            *self._config.pinned_classes(),
+            self._config.host_limit_bytes(),
+            real,
+            _driver.numa_nodes() if real else [],
+            self._config.first_share(),
+        )
 
     def _configure_lanes(self, native: Any, device: int) -> None:
         """This pool's limits and checksums, in place of those of the pool before it."""
@@ -334,18 +371,22 @@ class Pool:
                 native.set_checksums(device, checksums)
                 (_checksummed.add if checksums else _checksummed.discard)(device)
 
+    def _look_at_device(self) -> tuple[int, int]:
+        """The device that is meant as things stand, and its bytes."""
+        device = _stats.device_index(self._config.device)
+        if _install.is_simulated():
+            device = 0  # where its tensors are
+        return device, _driver.require_virtual_memory(device).total
+
     def _resolve(self) -> tuple[int, Budget]:
-        """Device and budget, worked out once. Raises SizeError."""
+        """Device and budget, worked out once, at the first entry. Raises SizeError."""
         if self._device is None or self._budget is None:
             if not _install.is_installed():
                 _driver.start()
                 _start_torch()
-            device = _stats.device_index(self._device_asked)
-            if _install.is_simulated():
-                device = 0  # where its tensors are
-            total = _driver.require_virtual_memory(device).total
+            device, total = self._look_at_device()
             self._start = _stats.read(device)
-            self._budget = resolve_budget(*self._sizes, total)
+            self._budget = self._config.budget(total)
             self._device = device
         return self._device, self._budget
 
@@ -386,21 +427,36 @@ class Pool:
             _active[device] = entry
         return entry, budget
 
-    def _arm(self, entry: _Entry, budget: Budget, mode: _modes.Mode) -> None:
+    def _arm(self, entry: _Entry, budget: Budget, mode: Mode) -> None:
         device = entry.device
         self._mode = mode
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
-        _configure_pinned(native, self._config)
+        self._configure_pinned()
         self._configure_lanes(native, device)
-        if self._config.telemetry_enabled:
-            _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
-        _trouble.begin(device, budget.high)
+        self._begin_step(device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
         self._enter_hooks(entry)
+
+    def _begin_step(self, device: int, mode: Mode) -> None:
+        import torch
+
+        listeners: tuple[Listener, ...] = (_trouble.look,)
+        if (path := self._config.telemetry_path) is not None:
+            listeners = (_telemetry.writer_of(path).listen, *listeners)
+        self._steps += 1
+        step = _steps.OpenStep(
+            self._steps,
+            mode,
+            torch.is_grad_enabled(),
+            weakref.ref(self),
+            listeners,
+            self._passed_through(),
+        )
+        _steps.begin(device, step)
 
     def _release(self, entry: _Entry, inner: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
@@ -418,6 +474,7 @@ class Pool:
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
+            _steps.left(entry.device, self, by_error=inner)
         if entry.allocating is not None:
             entry.allocating.close()
         if _active.get(entry.device) is entry:
@@ -447,13 +504,13 @@ class Pool:
         from stagehand_alloc._step import hooks as _hooks
         from stagehand_alloc._step import proofs as _recompute
 
+        recompute = NODES if self._config.recompute is None else self._config.recompute
         if self._hooks is None:
             _tensors.load(self._config.build_trigger)
-            if self._config.recompute:
+            if recompute:
                 _recompute.load(self._config.build_trigger)
             proofs = _recompute.proofs_of(entry.device)
             self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch, proofs)
-        recompute = self._config.recompute
         if recompute:
             _recompute.proofs_of(entry.device).collect()
         self._hooks.begin_step(bool(recompute), bool(recompute) and _recompute.sharded())
@@ -478,6 +535,7 @@ def pool(
     keep: KeepPredicate | None = None,
     recompute: bool | str | nn.Module | Iterable[nn.Module] | None = None,
     telemetry: bool | str | Path | None = None,
+    on_step: Listener | None = None,
     device: DeviceLike = None,
 ) -> Pool:
     """A budget to enter around forward: ``with stagehand_alloc.pool(high="20GiB"): ...``.
@@ -491,82 +549,69 @@ def pool(
         mode: "allocator", the process allocator, which is the default where it is installed;
             "native", torch's own caching allocator as it is, which is the default elsewhere;
             "mempool", the same with a torch.cuda.MemPool of ours around the `with`.
-        config: further settings: a Config, a dict, or a file for `load_config`. The arguments
-            here win over it.
+        config: the same and further settings: a Config, a dict, or a file for `load_config`. The
+            arguments here win over it.
         keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
         recompute: drop what is sooner made again than moved. "nodes": what autograd's own nodes can
             make, such as the output of a gelu. Modules, such as ``model.layers``, or the model,
             whose blocks are found: what their forward saves too, by running it again as
             ``torch.utils.checkpoint`` does, and only where it was dropped. They must compute the
-            same each time. True: the blocks of the models that the first step calls. Default: the
-            config's.
+            same each time. True: the blocks of the models that the first step calls. False: all of
+            it is moved. Default: the config's, else "nodes".
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
+        on_step: called with the `StepStats` of each step once it has ended: when the next one
+            begins, or, where nothing that it saved is alive any more, when the pool is left or
+            `Pool.step_stats` asked. On that thread; what it raises is raised there.
         device: default: the current CUDA device.
 
-    What is left out may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW, _LIMIT, _MODE, and,
-    where no config is given, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
+    What neither these nor the config say may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW,
+    _LIMIT, _MODE, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
 
     Raises SizeError and ConfigError for settings that cannot be, ModeError for a mode that is not
     available. The device's own size is checked here once the allocator is installed, and at the
     ``with`` at the latest.
     """
-    known_mode = _modes.check(environment.text("mode") if mode is None else mode)
-    if keep is not None and not callable(keep):
-        raise ConfigError(
-            f"keep={keep!r} cannot be called.",
-            "Give a function that takes a SavedTensorInfo and returns a bool.",
-        )
-    if telemetry is None and config is None:
-        telemetry = environment.text("telemetry")
-    settings = _settings(config, telemetry)
-    if recompute is None and config is None:
-        recompute = environment.recompute()
+    for name, function in (("keep", keep), ("on_step", on_step)):
+        if function is not None and not callable(function):
+            what = {"keep": "SavedTensorInfo and returns a bool", "on_step": "StepStats"}[name]
+            raise ConfigError(
+                f"{name}={shown(function)} cannot be called.",
+                f"Give a function that takes a {what}.",
+            )
+    settings = (
+        config if isinstance(config, Config) else load_config({} if config is None else config)
+    )
+    given: dict[str, Any] = {"high": high, "low": low, "limit": limit, "mode": mode}
+    given |= {"telemetry": telemetry, "device": device}
     marks = None
     if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == NODES):
-        settings = dataclasses.replace(settings, recompute=recompute)
+        given["recompute"] = recompute
     elif recompute is not None:
         from stagehand_alloc._step import marks as _marks
 
         marks = _marks.Marks(_marks.modules_of(recompute))
-        settings = dataclasses.replace(settings, recompute=NODES)
-    if settings.recompute is True:
-        from stagehand_alloc._step import marks as _marks
-
-        marks = _marks.Marks.found()
-    sizes = (
-        _size(high, settings.high, "high"),
-        _size(low, settings.low, "low"),
-        _size(limit, None, "limit"),
-    )
-    for name, size in zip(("high", "low", "limit"), sizes, strict=True):
-        if size is not None:
-            parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
-    _check_order(*sizes)
-    made = Pool(settings, sizes, keep, device, known_mode, marks)
+        given["recompute"] = NODES
+    said = {name: value for name, value in given.items() if value is not None}
+    settings = environment.filled(dataclasses.replace(settings, **said))
+    made = Pool(settings, keep, marks or _marks_found(settings), on_step)
     made._prepare()
     return made
 
 
-def _size(given: Size | None, configured: Size | None, name: str) -> Size | None:
-    """What was given, else the config's, else the environment's."""
-    if given is not None:
-        return cast("Size", plain_number(given))
-    return environment.size(name) if configured is None else configured
+def _marks_found(config: Config) -> Marks | None:
+    """Those that a pool finds by itself, where it is to."""
+    if config.recompute is not True:
+        return None
+    from stagehand_alloc._step import marks as _marks
+
+    return _marks.Marks.found()
 
 
 def _again(
-    config: Config,
-    sizes: tuple[Size | None, Size | None, Size | None],
-    keep: KeepPredicate | None,
-    device: DeviceLike,
-    mode: _modes.Mode | None,
-    limits: LaneLimits,
+    config: Config, keep: KeepPredicate | None, limits: LaneLimits, on_step: Listener | None
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
-    from stagehand_alloc._step import marks as _marks
-
-    marks = _marks.Marks.found() if config.recompute is True else None
-    made = Pool(config, sizes, keep, device, mode, marks)
+    made = Pool(config, keep, _marks_found(config), on_step)
     made._limits = limits
     return made
 
@@ -580,30 +625,6 @@ def keep(tensor: Tensor) -> Tensor:
 
     _hooks.keep(tensor)
     return tensor
-
-
-def _settings(
-    config: Config | dict[str, Any] | str | Path | None, telemetry: bool | str | Path | None
-) -> Config:
-    settings = (
-        config if isinstance(config, Config) else load_config({} if config is None else config)
-    )
-    if isinstance(telemetry, bool):
-        settings = dataclasses.replace(settings, telemetry_enabled=telemetry)
-    elif telemetry is not None:
-        if not isinstance(telemetry, str | Path):
-            raise ConfigError(
-                f"telemetry={shown(telemetry)} is a {type(telemetry).__name__}, not a path.",
-                "Give the path of the file to write, or True for the one in the settings.",
-            )
-        settings = dataclasses.replace(
-            settings, telemetry_enabled=True, telemetry_file=str(telemetry)
-        )
-    unused = [name for name in settings.without_effect() if name not in _warned]
-    if unused:
-        _warned.update(unused)
-        warn(f"These settings have no effect in this version: {', '.join(unused)}.")
-    return settings
 
 
 def _remove_hooks(inner: bool) -> None:
@@ -627,30 +648,15 @@ def _remove_hooks(inner: bool) -> None:
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def _shown(size: Size | None) -> str:
+    return format_bytes(size) if isinstance(size, int) else str(size)
+
+
 def _start_torch() -> None:
     """The trigger library and the device's number need torch's CUDA initialised."""
     import torch
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
-
-
-def _is_zero(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size == 0
-
-
-def _check_order(high: Size | None, low: Size | None, limit: Size | None) -> None:
-    """low <= high <= limit, for the pairs that need no device to be compared."""
-    for small_name, small, large_name, large in (
-        ("low", low, "high", high),
-        ("high", high, "limit", limit),
-    ):
-        if small is None or large is None or isinstance(small, float) != isinstance(large, float):
-            continue
-        if parse_size(small, 1 << 40) > parse_size(large, 1 << 40):
-            raise SizeError(
-                f"{small_name}={small!r} is above {large_name}={large!r}.",
-                f"Lower {small_name} or raise {large_name}: low <= high <= limit.",
-            )
 
 
 def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:
@@ -659,21 +665,3 @@ def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:
             f"The driver refused the page of pinned memory that rates need on device {device}.",
             "Leave d2h_bytes_per_second and h2d_bytes_per_second out, or free host memory.",
         )
-
-
-def _configure_pinned(native: Any, config: Config) -> None:
-    """Set up the pinned pool, once for the process and again where the settings differ."""
-    global _pinned
-    wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
-    with _registry_lock:
-        if _pinned != wanted:
-            done = native.configure_pinned(
-                *config.pinned_classes(),
-                config.host_limit_bytes(),
-                # On the simulated GPU nothing runs that a seed does not decide.
-                ahead=not _install.is_simulated(),
-                numa_nodes=[] if _install.is_simulated() else _driver.numa_nodes(),
-                first_share=config.first_share(),
-            )
-            # While tensors of an earlier step use the slabs: the next entry tries again.
-            _pinned = wanted if done else None

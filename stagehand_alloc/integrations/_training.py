@@ -7,7 +7,7 @@ from typing import Any
 
 from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._errors import InstallError
-from stagehand_alloc._settings.config import Size
+from stagehand_alloc._settings.sizes import Size
 from stagehand_alloc._step.pool import Pool, pool
 
 _PREFIX = "stagehand/"

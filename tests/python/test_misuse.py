@@ -13,7 +13,7 @@ import torch
 import stagehand_alloc
 from stagehand_alloc import ConfigError, SizeError, StagehandError
 from stagehand_alloc.__main__ import main
-from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import trigger as _trigger
 
@@ -88,12 +88,12 @@ def test_a_block_inside_a_list_is_found() -> None:
     ("key", "words"),
     [
         ("keep", "`keep` is no setting but an argument of pool()"),
-        ("mode", "`mode` is no setting but an argument of pool()"),
-        ("limit", "`limit` is no setting but an argument of pool()"),
-        ("piece", "`piece` is no setting but an argument of Pool.limits()"),
-        ("hgih", "Did you mean `high`?"),
+        ("on_step", "`on_step` is no setting but an argument of pool()"),
+        ("hgih", "Did you mean 'high'?"),
+        ("modes", "Did you mean 'mode'?"),
+        ("vram_high_watermark", "Did you mean 'vram_high_watermark_mb'?"),
         ("host_limits", "Did you mean 'host_limit'?"),
-        ("zzzz", "The settings are: enabled, "),
+        ("zzzz", "The settings are: high, low, limit, mode, "),
         ("pinned", "pinned_pool_classes_mb"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_compiler_that_is_asked_for_and_not_there_is_not_replaced(
 # --- the command line
 
 GOOD = json.dumps(
-    _telemetry.step_fields(1, stagehand_alloc.PoolStats(plan_state="learning"), {"kept": 1})
+    _steps.step_fields(1, stagehand_alloc.PoolStats(plan_state="learning"), {"kept": 1})
 )
 
 
