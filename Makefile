@@ -30,6 +30,9 @@ help:
 	@echo "make format    reformat the sources"
 	@echo "make gpu-test  tests/gpu on a real GPU, with the python3 of this machine"
 	@echo "make bench     all benchmarks on a real GPU, with the python3 of this machine"
+	@echo "make docs      the documentation's pages, into build/site"
+	@echo "make wheel     sdist and wheels into dist/, each tried where there is no compiler"
+	@echo "make test-torch TORCH=2.11.0   the tests of what depends on torch, with another torch"
 	@echo "make clean     remove everything built"
 
 # ---- set-up ------------------------------------------------------------------------------------
@@ -146,6 +149,16 @@ clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
 	rm -rf stagehand_alloc/_sim stagehand_alloc/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- what is given to others -------------------------------------------------------------------
+# The wheel of Python 3.12 is for later ones too; 3.10 and 3.11 have one each.
+WHEEL_PYTHONS ?= $(PYTHON) $(firstword $(shell command -v python3.12) \
+  $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+
+.PHONY: wheel
+wheel: setup
+	$(PY) tools/wheels.py build $(WHEEL_PYTHONS)
+	$(PY) tools/wheels.py try $(WHEEL_PYTHONS)
 
 CTEST := $(BIN)/ctest --output-on-failure --no-tests=error -j $(JOBS)
 # native-tests(folder under build, options, what to build)
