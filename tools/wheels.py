@@ -42,7 +42,7 @@ def build(pythons: list[str]) -> None:
 
 
 def try_each(pythons: list[str]) -> None:
-    """The demo from the wheel that pip chooses, with only the environment's own programs on PATH."""
+    """The demo from an installed wheel, with no programs but the environment's on PATH."""
     for python in pythons:
         with tempfile.TemporaryDirectory() as folder:
             home = Path(folder)

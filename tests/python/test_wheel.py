@@ -19,8 +19,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a wheel of the sources as they stand; what setup compiled is not compiled again."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-        + ["--disable-pip-version-check", "-w", str(folder), str(ROOT)],
+        [
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"),
+            *("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)),
+        ],
         check=True,
     )
     (wheel,) = folder.glob("*.whl")
