@@ -53,7 +53,7 @@ $(VENV)/.tools: $(VENV)/.created constraints.txt
 # Python sources are used where they stand (an editable install); only native ones need a rebuild.
 $(VENV)/.installed: $(VENV)/.tools $(NATIVE_SOURCES)
 	@echo "set-up: torch, cuda-python and tools where they are missing; building the extension"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable '.[test,dev]'
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable '.[test,dev,docs]'
 	@touch $@
 
 .PHONY: setup
@@ -88,7 +88,7 @@ check: setup
 	$(BESIDE) check-text check-threads
 
 .PHONY: check-text
-check-text: check-format check-lint check-types check-layout
+check-text: check-format check-lint check-types check-layout docs
 
 .PHONY: check-format
 check-format: setup
@@ -106,6 +106,12 @@ check-types: setup
 .PHONY: check-layout
 check-layout: setup
 	$(PY) -m pytest -q tests/python/test_layout.py
+
+# Strict: a link that leads nowhere ends it.
+.PHONY: docs
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 .PHONY: check-threads
 check-threads: $(VENV)/.tools
