@@ -52,7 +52,7 @@ def try_each(pythons: list[str]) -> None:
             clean = {"PATH": str(own), "HOME": folder, "CUDA_VISIBLE_DEVICES": ""}
             for command in ("demo --simulated", "doctor"):
                 print(f"--- {python}: python -m stagehand_alloc {command}", flush=True)
-                words = [own / "python", "-m", "stagehand_alloc", *command.split()]
+                words = [str(own / "python"), "-m", "stagehand_alloc", *command.split()]
                 subprocess.run(words, cwd=home, env=clean, check=True)
 
 

@@ -115,7 +115,7 @@ def test_high_follows_limit_where_only_limit_is_given() -> None:
 )
 def test_contradictions_name_both_sides_with_numbers(sizes: Any, names: tuple[str, str]) -> None:
     with pytest.raises(SizeError) as caught:
-        resolve_budget(*sizes, TOTAL)
+        resolve_budget(*sizes, TOTAL)  # type: ignore[call-arg]
     message = str(caught.value)
     assert all(name in message for name in names)
     assert "GiB" in message
