@@ -194,8 +194,13 @@ test-torch: setup $(OTHER)/.created
 	@$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation -w $(OTHER)/wheel .
 	@$(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	  --force-reinstall $(OTHER)/wheel/*.whl
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -P -m pytest -q -p no:cacheprovider \
+	OMP_NUM_THREADS=1 $(OTHER)/bin/pytest -q -p no:cacheprovider \
 	  $(TORCH_TESTS:%=tests/python/test_%.py)
+
+.PHONY: test-torch-ends
+test-torch-ends:
+	@$(MAKE) --no-print-directory test-torch TORCH=$(OLDEST_TORCH)
+	@$(MAKE) --no-print-directory test-torch TORCH=$(NEWEST_TORCH)
 
 # ---- what is given to others -------------------------------------------------------------------
 # The wheel of Python 3.12 is for later ones too; 3.10 and 3.11 have one each.
