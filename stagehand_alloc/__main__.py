@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(options.file)
     from stagehand_alloc._cli import doctor as _doctor
 
-    return _doctor.main(options.file)
+    return _doctor.main(options.file, as_json=options.json)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -39,8 +39,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands.add_parser("run", help="run a training script, unchanged, inside a budget")
     report = commands.add_parser("report", help="print a table of a telemetry file")
     report.add_argument("file", help="what pool(telemetry=...) wrote")
-    doctor = commands.add_parser("doctor", help="print what is here, and what would work")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is here, how fast the link is, what works and what to change",
+        epilog="exit code: 0 a real or the simulated GPU works, 1 neither does, 2 could not run",
+    )
     doctor.add_argument("file", nargs="?", help="what pool(telemetry=...) wrote, to learn from")
+    doctor.add_argument("--json", action="store_true", help="the same for programs")
     return parser.parse_args(arguments)
 
 

@@ -142,10 +142,10 @@ def test_a_trainer_with_the_callback_equals_one_without_inside_the_budget(tmp_pa
 @pytest.mark.filterwarnings("ignore:No eviction can hold")  # one block's forward fills most of it
 def test_a_trainer_that_checkpoints_moves_what_its_regions_keep(tmp_path: Path) -> None:
     more = {"gradient_checkpointing": True}
-    expected, high = within_a_share(lambda _: huggingface(None, tmp_path, **more)[0])
+    expected, high = within_a_share(lambda _: huggingface(None, tmp_path, **more)[0])  # type: ignore[arg-type]
     callback = for_transformers.StagehandCallback(high=high)
     with leaves_nothing():
-        assert huggingface(callback, tmp_path, **more)[0].results() == expected.results()
+        assert huggingface(callback, tmp_path, **more)[0].results() == expected.results()  # type: ignore[arg-type]
         assert callback.pool is not None
         assert callback.pool.stats().evicted_bytes > 0
 
@@ -170,7 +170,7 @@ class Raises(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
-            block = self.model.transformer.h[2]
+            block = self.model.transformer.h[2]  # type: ignore[index]
             self.handle = block.register_forward_hook(self.stop)
 
     def stop(self, *_: Any) -> None:
@@ -213,7 +213,7 @@ def test_another_that_moves_activations_to_the_host_is_refused(tmp_path: Path) -
     offload = {"gradient_checkpointing_kwargs": {"offload": True}}
     for args in (
         arguments(tmp_path, LikeTrl),
-        arguments(tmp_path, gradient_checkpointing=True, **offload),
+        arguments(tmp_path, gradient_checkpointing=True, **offload),  # type: ignore[arg-type]
     ):
         callback = for_transformers.StagehandCallback(high="64MiB")
         trainer = Trainer(gpt2(), args, train_dataset=rows(), callbacks=[callback])
