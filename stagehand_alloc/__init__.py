@@ -16,6 +16,7 @@ from stagehand_alloc._books.plan import StepPlan as StepPlan
 from stagehand_alloc._books.stats import PoolStats as PoolStats
 from stagehand_alloc._books.stats import reset_peak_stats as reset_peak_stats
 from stagehand_alloc._books.stats import stats as stats
+from stagehand_alloc._books.steps import StepStats as StepStats
 from stagehand_alloc._errors import AllocatorTooLateError as AllocatorTooLateError
 from stagehand_alloc._errors import AlreadyInstalledError as AlreadyInstalledError
 from stagehand_alloc._errors import ChecksumError as ChecksumError

@@ -5,13 +5,16 @@ A warning names the line of the user's that led to it, and the rank where there 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_TORCH = os.sep + "torch" + os.sep
 
 logger = logging.getLogger("stagehand_alloc")
 
@@ -40,8 +43,25 @@ def _of_rank() -> str:
 
 
 def _users_level() -> int:
-    """``stacklevel`` of the innermost frame that is not ours, seen from `warn`."""
+    """``stacklevel`` of the user's own line, seen from `warn`.
+
+    That is the innermost frame outside of Python's library and of what is installed; where there is
+    none, the innermost that is neither ours nor torch's.
+    """
+    outside_ours = 0
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_installed()):
+            return level
+        if not outside_ours and not name.startswith(_PACKAGE) and _TORCH not in name:
+            outside_ours = level
         level, frame = level + 1, frame.f_back
-    return level
+    return outside_ours or level
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    return (_PACKAGE, "<frozen ", *(path + os.sep for path in sorted(folders)))

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/device.hpp"
+#include "core/wait_timer.hpp"
 
 namespace stagehand::core {
 
@@ -353,11 +354,13 @@ void Books::wait(Entry& entry, Record& record, const std::function<bool()>& body
   record.waited_for = true;
   ++d_.counters.host_waits;
   bool done = false;
+  const WaitTimer timer;
   {
     const Unlocked unlocked(entry);
     RankedMutex::expect_none_held();
     done = body();
   }
+  d_.counters.copy_wait_ns += timer.ns();
   record.waited_for = false;
   const bool outdated = std::exchange(record.outdated, false);
   after(done && !outdated && record.handles > 0);

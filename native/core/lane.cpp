@@ -85,14 +85,16 @@ Status Lane::admit(Bytes bytes) {
 
 // Where hopping fails the lane stays where it is: in order, and less considerate.
 void Lane::moved(Bytes bytes) {
+  moved_.fetch_add(bytes, std::memory_order_relaxed);
   since_hop_ += bytes;
   if (since_hop_ >= piece_ && clock_.hop(&spare_) == Status::ok) {
     since_hop_ = 0;
   }
 }
 
-bool Lane::copy_now(driver::Stream stream, const Copy& copy) const {
+bool Lane::copy_now(driver::Stream stream, const Copy& copy) {
   const bool queued = copy_async(gate_.table(), copy, stream) == driver::kSuccess;
+  moved_.fetch_add(queued ? copy.bytes : 0, std::memory_order_relaxed);
   return gate_.table().stream_synchronize(stream) == driver::kSuccess && queued;
 }
 

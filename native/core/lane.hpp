@@ -8,6 +8,7 @@
 // all that was queued (decision 9).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <deque>
 #include <span>
@@ -44,7 +45,9 @@ class Lane {
   Status queue(std::span<const Copy> copies);
   // One copy that the caller waits for, without the device's lock, on the stream that was the
   // lane's when its order was queued. True: it has moved.
-  bool copy_now(driver::Stream stream, const Copy& copy) const;
+  bool copy_now(driver::Stream stream, const Copy& copy);
+  // What its copies were of so far: queued ones too.
+  Bytes moved_bytes() const { return moved_.load(std::memory_order_relaxed); }
 
   void limit(std::uint32_t inflight, Bytes piece) {
     inflight_ = inflight;
@@ -75,7 +78,8 @@ class Lane {
   std::uint32_t inflight_ = 0;
   Bytes piece_ = kPiece;
   Bytes since_hop_ = 0;
-  std::deque<Seq> under_way_;  // ends of the newest copies, as many as may be under way
+  std::atomic<Bytes> moved_{0};  // `copy_now` adds without the lock
+  std::deque<Seq> under_way_;    // ends of the newest copies, as many as may be under way
 };
 
 }  // namespace stagehand::core

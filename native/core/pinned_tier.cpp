@@ -7,6 +7,7 @@
 
 #include "core/background.hpp"
 #include "core/check.hpp"
+#include "core/wait_timer.hpp"
 
 namespace stagehand::core {
 
@@ -83,7 +84,9 @@ bool PinnedTier::wait_for(Entry& entry, Bytes missing) {
   requests_.push_back(&request);
   ++counters_.host_waits;
   work_.notify_one();
+  const WaitTimer timer;
   wait_until(lock, [&] { return request.answered; });
+  counters_.pinning_wait_ns += timer.ns();
   return request.made || (!options_.ahead && make_here(lock, missing));
 }
 
@@ -94,6 +97,7 @@ bool PinnedTier::make_here(Lock& lock, Bytes wanted) {
     return false;
   }
   ++counters_.host_waits;
+  const WaitTimer timer;
   const int node = options_.numa_node;
   lock.unlock();
   bool made = map_chunk(&chunk, node);
@@ -104,6 +108,7 @@ bool PinnedTier::make_here(Lock& lock, Bytes wanted) {
     made = pin_chunk(gate_.table(), &chunk);
   }
   lock.lock();
+  counters_.pinning_wait_ns += timer.ns();
   finish(chunk, made);
   return made;
 }

@@ -115,6 +115,7 @@ class Plan {
   // Whether the last steps, more than there are traces of, were all of sizes not seen before.
   bool varies() const { return varied_ > kTraces; }
   PlanState state() const;
+  const LaneRates& lane_rates() const { return rates_; }
   // What the newest kind of step plans for its records, by the regions that they were saved in and
   // what made them; for people.
   struct ByOp {

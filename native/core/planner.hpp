@@ -48,8 +48,9 @@ struct KnownStep {
 // What the lanes carry, in bytes per ns: what was measured last, of whichever step. Until a copy
 // was, more than most links do: where that is wrong copies are planned, and measured.
 struct LaneRates {
-  double out = 40;
-  double in = 40;
+  static constexpr double kUnknown = 40;
+  double out = kUnknown;
+  double in = kUnknown;
 };
 
 // What was measured of one step.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/device.hpp"
+#include "core/wait_timer.hpp"
 
 namespace stagehand::core {
 
@@ -32,10 +33,12 @@ void Prefetcher::leave_more(Bytes bytes) { reserve_ = std::min(reserve_ + bytes,
 bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
   for (;;) {
     d_.counters.host_waits += record.waited_for ? 1 : 0;
+    const WaitTimer timer;
     while (record.waited_for) {  // another thread waits for its copy: rare, and it ends on its own
       const Unlocked unlocked(entry);
       std::this_thread::yield();
     }
+    d_.counters.copy_wait_ns += timer.ns();
     if (record.state == RecordState::device) {
       return true;
     }

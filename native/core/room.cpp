@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/device.hpp"
+#include "core/wait_timer.hpp"
 
 namespace stagehand::core {
 
@@ -185,6 +186,7 @@ bool Room::wait_for_gpu(Entry& entry) {
   }
   ++d_.counters.host_waits;
   bool all = false;
+  const WaitTimer timer;
   {
     const Unlocked unlocked(entry);
     RankedMutex::expect_none_held();
@@ -193,6 +195,7 @@ bool Room::wait_for_gpu(Entry& entry) {
           std::all_of(alone.begin(), alone.end(),
                       [&](const StreamPlace& stream) { return synchronize(driver, stream); });
   }
+  d_.counters.gpu_wait_ns += timer.ns();
   for (const Tick& mark : all ? marks : std::vector<Tick>{}) {
     d_.clocks.at(mark.clock).gpu_passed(mark.seq);
   }

@@ -18,6 +18,7 @@
 #include "core/heap_store.hpp"
 #include "core/lane_limits.hpp"
 #include "core/refusal.hpp"
+#include "core/step_book.hpp"
 #include "core/torch_store.hpp"
 
 namespace stagehand::core {
@@ -159,6 +160,10 @@ class Runtime {
   Status add_peer(int device);
 
   Counters counters();
+  // What was counted since the last call, with the peaks since then: a step ends, the next begins.
+  Counters end_step();
+  // Records that are alive.
+  Bytes records();
   Budget budget();
   PlanState plan_state();
   Plan::Shown plan_shown();
@@ -179,7 +184,9 @@ class Runtime {
   Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
-  Counters counted();
+  Counters counted();      // as the books are
+  Counters counted_now();  // once they are up to date
+  void start_peaks();
   void release_graphs(Entry& entry);
 
   Device d_;
@@ -187,6 +194,7 @@ class Runtime {
   std::unique_ptr<TorchStore> torch_;    // where torch's own allocator cuts the blocks
   std::atomic<bool> uses_torch_{false};  // it is there
   LaneLimits lane_limits_;
+  StepBook step_;
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
 };

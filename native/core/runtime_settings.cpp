@@ -7,6 +7,15 @@
 
 namespace stagehand::core {
 
+namespace {
+
+// 0 where nothing was measured.
+Bytes per_second(double bytes_per_ns) {
+  return bytes_per_ns == LaneRates::kUnknown ? 0 : static_cast<Bytes>(bytes_per_ns * 1e9);
+}
+
+}  // namespace
+
 Runtime* Runtime::open(const driver::Table& table, int device, std::string* error) {
   const auto fail = [&](const char* what, driver::Result result) -> Runtime* {
     const char* name = nullptr;
@@ -225,14 +234,35 @@ Status Runtime::add_peer(int device) {
 Counters Runtime::counted() {
   Counters counters = d_.counters;
   d_.host.add_to(&counters);
+  d_.transfers.add_to(&counters);
+  counters.d2h_rate = per_second(d_.plan.lane_rates().out);
+  counters.h2d_rate = per_second(d_.plan.lane_rates().in);
   return counters;
+}
+
+Counters Runtime::counted_now() {
+  d_.stalls.collect();
+  d_.store->look();
+  return counted();
 }
 
 Counters Runtime::counters() {
   Entry entry(d_.gate);
-  d_.stalls.collect();
-  d_.store->look();
-  return counted();
+  return step_.of_run(counted_now());
+}
+
+Counters Runtime::end_step() {
+  Entry entry(d_.gate);
+  const Counters now = counted_now();
+  const Counters found = step_.of_step(now);
+  step_.begin_step(now);
+  start_peaks();
+  return found;
+}
+
+Bytes Runtime::records() {
+  Entry entry(d_.gate);
+  return d_.counters.records;
 }
 
 Budget Runtime::budget() {
@@ -252,6 +282,11 @@ PlanState Runtime::plan_state() {
 
 void Runtime::reset_peaks() {
   Entry entry(d_.gate);
+  step_.reset_run(counted_now());
+  start_peaks();
+}
+
+void Runtime::start_peaks() {
   d_.store->reset_peaks();
   d_.store->look();
   d_.counters.reset_peaks();

@@ -7,6 +7,7 @@
 #include "core/device.hpp"
 #include "core/giving_back.hpp"
 #include "core/requests.hpp"
+#include "core/wait_timer.hpp"
 
 namespace stagehand::core {
 
@@ -171,6 +172,7 @@ void TorchStore::settle_due(Due& due) {
 std::optional<Bytes> TorchStore::release_cached() {
   const Bytes before = cache_.usage().reserved;
   bool asked = false;
+  const WaitTimer timer;
   {
     const GivingBack giving(d_.gate.table(), d_.number);  // torch gives back of all devices
     asked = giving.safe() && held_.side().release_cached();
@@ -178,6 +180,7 @@ std::optional<Bytes> TorchStore::release_cached() {
   const Bytes released = before - std::min(before, cache_.usage().reserved);
   const Lock lock(d_.gate.mutex());
   ++d_.counters.host_waits;
+  d_.counters.gpu_wait_ns += timer.ns();
   return asked ? std::optional(released) : std::nullopt;
 }
 

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "core/counters.hpp"
 #include "core/lane.hpp"
 #include "core/ledger.hpp"
 
@@ -55,6 +56,13 @@ class Transfers {
   // lock.
   Status order_copy_out(const Record& record);
   Status order_copy_in(const Record& record, const Block* block, Lane& lane);
+
+  // What the lanes have moved.
+  void add_to(Counters* counters) const {
+    counters->d2h_bytes = out_.moved_bytes();
+    counters->express_bytes = express_.moved_bytes();
+    counters->h2d_bytes = in_.moved_bytes() + express_.moved_bytes();
+  }
 
   void limit(const LaneLimits& limits) {
     out_.limit(limits.inflight_d2h, limits.piece);

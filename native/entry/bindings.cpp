@@ -102,15 +102,10 @@ nb::tuple plan(int device) {
                         shown.forecast.again_ns, ops);
 }
 
-nb::dict stats(int device) {
-  core::Counters counters;
-  core::Budget budget;
-  core::PlanState plan_state = core::PlanState::none;
-  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
-    counters = runtime->counters();
-    budget = runtime->budget();
-    plan_state = runtime->plan_state();
-  }
+nb::dict dict_of(const core::Counters& counters, core::Runtime* runtime) {
+  const core::Budget budget = runtime != nullptr ? runtime->budget() : core::Budget{};
+  const core::PlanState plan_state =
+      runtime != nullptr ? runtime->plan_state() : core::PlanState::none;
   nb::dict found;
 #define STAGEHAND_ENTRY(name) found[#name] = counters.name;
   STAGEHAND_COUNTERS(STAGEHAND_ENTRY)
@@ -124,6 +119,21 @@ nb::dict stats(int device) {
   found["low"] = budget.low;
   found["limit"] = budget.limit;
   return found;
+}
+
+nb::dict stats(int device) {
+  core::Runtime* runtime = Registry::get().find(device);
+  return dict_of(runtime != nullptr ? runtime->counters() : core::Counters{}, runtime);
+}
+
+nb::dict end_step(int device) {
+  core::Runtime* runtime = Registry::get().find(device);
+  return dict_of(runtime != nullptr ? runtime->end_step() : core::Counters{}, runtime);
+}
+
+core::Bytes records(int device) {
+  core::Runtime* runtime = Registry::get().find(device);
+  return runtime != nullptr ? runtime->records() : 0;
 }
 
 void reset_peaks(int device) {
@@ -248,6 +258,8 @@ NB_MODULE(_native, module) {
   module.def("plan", &plan, "device"_a);
   module.def("pinned_demand", &pinned_demand, "device"_a);
   module.def("stats", &stats, "device"_a);
+  module.def("end_step", &end_step, "device"_a);
+  module.def("records", &records, "device"_a);
   module.def("reset_peaks", &reset_peaks, "device"_a);
   module.def("empty_cache", &empty_cache);
   module.def("check_invariants", &check_invariants, "device"_a,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import Counter
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
-from stagehand_alloc._books.proposal import propose_classes
+from stagehand_alloc._books.proposal import Proposal, propose_classes
 from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.config import format_bytes, plain_number, shown
@@ -21,28 +20,16 @@ if TYPE_CHECKING:
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
 _MOST_DEVICES = 64  # native/entry/registry.hpp
-PEAKS = (
-    *("mapped_peak", "occupied_peak", "retained_peak", "evicted_peak", "live_peak"),
-    *("overshoot_live", "overshoot_saved"),
-)
-_GAUGES = (
-    *("mapped", "occupied", "live", "retained", "evicted", "dropped", "high", "low", "limit"),
-    *(
-        "plan_follows",
-        "records",
-        "handles",
-        "aliases",
-        "pinned_bytes",
-        "pinned_used_bytes",
-        "pinned_waste_bytes",
-        "pageable_bytes",
-        "plan_state",
-        "proposed_classes_mb",
-        "proposed_slabs_per_class",
-    ),
-)
 # By the number of core/plan.hpp's PlanState.
 PLAN_STATES = ("none", "learning", "following", "diverged", "declined")
+
+
+def _now(default: Any = 0) -> Any:
+    return field(default=default, metadata={"kind": "now"})
+
+
+def _peak() -> Any:
+    return field(default=0, metadata={"kind": "peak"})
 
 
 @dataclass(frozen=True)
@@ -50,42 +37,46 @@ class PoolStats:
     """The books of one device. Sizes in bytes; counters since the start of what was asked.
 
     ``mapped`` is what the driver sees, ``occupied`` = ``live`` + ``retained`` the part that holds
-    something. Peaks are since `reset_peak_stats`, or, with telemetry, since the start of all steps.
+    something. Peaks are since `reset_peak_stats`, and in `StepStats` of the step.
     """
 
     device: int = 0
     mode: str = ""  # "allocator", "mempool" or "native"; of a Pool that was entered
     trigger: str = ""  # "loaded", or why room is made at packs and unpacks; see the doctor
     # now
-    mapped: int = 0
-    occupied: int = 0
-    live: int = 0
-    retained: int = 0
-    evicted: int = 0
-    dropped: int = 0  # has no copy, and is made again when backward asks for it
-    high: int = 0
-    low: int = 0
-    limit: int = 0
-    plan_follows: int = 0  # 1 while the step repeats an earlier one, or is like it in all but sizes
-    plan_state: str = "none"  # or "learning", "following", "diverged", "declined"
-    records: int = 0
-    handles: int = 0
-    aliases: int = 0
-    pinned_bytes: int = 0
-    pinned_used_bytes: int = 0
-    pageable_bytes: int = 0
-    pinned_waste_bytes: int = 0  # of slabs in use: what their copies leave empty
+    mapped: int = _now()
+    occupied: int = _now()
+    live: int = _now()
+    retained: int = _now()
+    evicted: int = _now()
+    dropped: int = _now()  # has no copy, and is made again when backward asks for it
+    high: int = _now()
+    low: int = _now()
+    limit: int = _now()
+    plan_follows: int = (
+        _now()
+    )  # 1 while the step repeats an earlier one, or is like it in all but sizes
+    plan_state: str = _now("none")  # or "learning", "following", "diverged", "declined"
+    records: int = _now()
+    handles: int = _now()
+    aliases: int = _now()
+    pinned_bytes: int = _now()
+    pinned_used_bytes: int = _now()
+    pageable_bytes: int = _now()
+    pinned_waste_bytes: int = _now()  # of slabs in use: what their copies leave empty
+    d2h_rate: int = _now()  # bytes per second of each lane, as measured last; 0: not yet
+    h2d_rate: int = _now()
     # settings with which the pinned pool would have had no miss and least waste; empty: not known
-    proposed_classes_mb: tuple[int, ...] = ()
-    proposed_slabs_per_class: tuple[int, ...] = ()
+    proposed_classes_mb: tuple[int, ...] = _now(())
+    proposed_slabs_per_class: tuple[int, ...] = _now(())
     # the largest so far
-    mapped_peak: int = 0
-    occupied_peak: int = 0
-    retained_peak: int = 0
-    evicted_peak: int = 0
-    live_peak: int = 0  # a budget below this, plus fragmentation, cannot be held
-    overshoot_live: int = 0  # live with the request, at the worst overshoot
-    overshoot_saved: int = 0  # of it, saved activations still in use
+    mapped_peak: int = _peak()
+    occupied_peak: int = _peak()
+    retained_peak: int = _peak()
+    evicted_peak: int = _peak()
+    live_peak: int = _peak()  # a budget below this, plus fragmentation, cannot be held
+    overshoot_live: int = _peak()  # live with the request, at the worst overshoot
+    overshoot_saved: int = _peak()  # of it, saved activations still in use
     # counted bytes
     overshoot_bytes: int = 0  # mapped beyond high
     evicted_bytes: int = 0  # copied to the host or already there
@@ -93,9 +84,15 @@ class PoolStats:
     restored_bytes: int = 0
     dropped_bytes: int = 0
     recomputed_bytes: int = 0
+    d2h_bytes: int = 0  # moved by each lane
+    h2d_bytes: int = 0  # the express lane's too
+    express_bytes: int = 0
     # counted events
     host_waits: int = 0
-    stall_count: int = 0
+    pinning_wait_ns: int = 0  # of those, for pinned memory that was not there yet
+    copy_wait_ns: int = 0  # for a copy, such as one through pageable memory
+    gpu_wait_ns: int = 0  # for all work of the GPU
+    stall_count: int = 0  # the GPU waited for a copy
     stall_ns: int = 0
     clean_evictions: int = 0
     dirty_evictions: int = 0
@@ -121,7 +118,7 @@ class PoolStats:
     pageable_copies: int = 0
     misses: int = 0  # of torch's own cache while a budget was armed
     # saved tensors that autograd was handed back as they are, by reason
-    passed_through: Mapping[str, int] = field(default_factory=dict)
+    passed_through: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         size = format_bytes
@@ -156,43 +153,13 @@ class PoolStats:
         return dataclasses.replace(self, **changes)
 
 
+# What is subtracted: all that no other kind was said of.
 COUNTERS = tuple(
-    f.name
-    for f in dataclasses.fields(PoolStats)
-    if f.name not in (*PEAKS, *_GAUGES, "device", "mode", "trigger", "passed_through")
+    one.name
+    for one in dataclasses.fields(PoolStats)
+    if "kind" not in one.metadata and one.type == "int" and one.name != "device"
 )
 _NATIVE_NAMES = frozenset(f.name for f in dataclasses.fields(PoolStats)) - {"device", "plan_state"}
-
-
-class _CarriedPeaks:
-    """Peaks of steps that telemetry has closed, so that its resets are invisible elsewhere."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._peaks: dict[int, Counter[str]] = {}
-
-    def fold(self, found: PoolStats) -> None:
-        with self._lock:
-            carried = self._peaks.setdefault(found.device, Counter())
-            for name in PEAKS:
-                carried[name] = max(carried[name], getattr(found, name))
-
-    def forget(self, device: int) -> None:
-        with self._lock:
-            self._peaks.pop(device, None)
-
-    def applied_to(self, found: PoolStats) -> PoolStats:
-        with self._lock:
-            carried = self._peaks.get(found.device)
-            if carried is None:
-                return found
-            peaks: dict[str, Any] = {
-                name: max(carried[name], getattr(found, name)) for name in PEAKS
-            }
-        return dataclasses.replace(found, **peaks)
-
-
-_carried = _CarriedPeaks()
 
 
 def device_index(device: DeviceLike) -> int:
@@ -233,43 +200,59 @@ def stats(device: DeviceLike = None) -> PoolStats:
 
     Takes the device's lock for a moment; waits for no GPU work.
     """
-    return with_proposal(_carried.applied_to(read(device_index(device))))
+    return with_proposal(read(device_index(device)))
 
 
 def reset_peak_stats(device: DeviceLike = None) -> None:
     """Let every peak of ``device`` start again from what is there now."""
     index = device_index(device)
-    _carried.forget(index)
     if _open(index):
         native.reset_peaks(index)
 
 
-def start_step_peaks(device: int) -> None:
-    """Let peaks start again for one step, without `stats` forgetting the ones before."""
-    _carried.fold(read(device))
-    if _open(device):
-        native.reset_peaks(device)
-
-
 def read(device: int) -> PoolStats:
-    """The native books as they are: peaks since the last native reset."""
-    raw = native.stats(device) if _open(device) else {}
-    known: dict[str, Any] = {name: value for name, value in raw.items() if name in _NATIVE_NAMES}
-    known.setdefault("live", known.get("occupied", 0) - known.get("retained", 0))
-    state = PLAN_STATES[raw.get("plan_state", 0)]
-    return PoolStats(device=device, plan_state=state, **known)
+    """The native books as they are."""
+    return of_native(device, native.stats(device) if _open(device) else {})
+
+
+def end_step(device: int) -> dict[str, int]:
+    """What was counted since the last call, and the peaks since then; the next step begins.
+
+    By native's names, for `of_native`: making a PoolStats takes longer than all the rest.
+    """
+    return native.end_step(device) if _open(device) else {}
+
+
+def records(device: int) -> int:
+    """How many saved storages the device has in its books."""
+    return native.records(device) if _open(device) else 0
+
+
+def of_native(device: int, raw: Mapping[str, int]) -> PoolStats:
+    """What native says, as people read it."""
+    known: dict[str, Any] = {n: value for n, value in raw.items() if n in _NATIVE_NAMES}
+    return PoolStats(device=device, plan_state=PLAN_STATES[raw.get("plan_state", 0)], **known)
 
 
 def with_proposal(found: PoolStats) -> PoolStats:
     """``found``, with the settings proposed for the pinned pool by what was asked of it."""
     if not _open(found.device):
         return found
-    proposal = propose_classes(native.pinned_demand(found.device))
+    proposal = proposal_of(found.device)
     return dataclasses.replace(
         found,
         proposed_classes_mb=proposal.classes_mb,
         proposed_slabs_per_class=proposal.slabs_per_class,
     )
+
+
+def proposal_of(device: int) -> Proposal:
+    """What would have served what was asked of ``device``'s pinned pool."""
+    return _proposal(tuple(native.pinned_demand(device) if _open(device) else ()))
+
+
+# The demand changes seldom, and the search takes up to 17 ms.
+_proposal = functools.lru_cache(maxsize=8)(propose_classes)
 
 
 def with_passed_through(found: PoolStats, passed_through: Mapping[str, int]) -> PoolStats:
@@ -295,7 +278,7 @@ def torch_memory_stats(device: int) -> dict[str, Any]:
     "allocated" is occupied (live and retained), "reserved" is mapped. We have one pool where
     torch's allocator has a small and a large one, so those are zero.
     """
-    found = stats(device)
+    found = read(device)
     since = found.since(_accumulated.get(device, PoolStats()))
     occupied = _stat(found.occupied, found.occupied_peak, 0, 0)
     mapped = _stat(found.mapped, found.mapped_peak, 0, 0)

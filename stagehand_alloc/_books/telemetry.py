@@ -1,7 +1,8 @@
 """One JSON line per step: Activation Stagehand v0's fields, and ours beside them.
 
-A step is one outermost ``with``. Backward runs after it, so the line of step n is written when step
-n + 1 begins, or at `close`, which also runs at exit.
+`_books.steps` says what a step is and what a line holds. The step's own thread puts it into a list;
+a thread of ours writes the list half a second later, and whatever is left is written at exit. Lines
+are appended whole, by one call, so that several processes may write to one file.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from stagehand_alloc._books import stats as _stats
-from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._books import steps as _steps
+from stagehand_alloc._books.proposal import Proposal
+from stagehand_alloc._books.steps import StepStats
 from stagehand_alloc._errors import TelemetryError
 from stagehand_alloc._settings.config import MIB, format_bytes, shown
 from stagehand_alloc._tell import warn
@@ -30,159 +34,154 @@ V0_FIELDS = (
 )
 
 _BEGINS = '{"step": '  # how a line of ours does
-_TEXTS = ("plan", "plan_state")
+_TEXTS = ("plan", "plan_state", "mode")
 _LISTS = ("proposed_classes_mb", "proposed_slabs_per_class")
 _OTHERS = ("passed_through",)
 _LARGEST_NUMBER = 1 << 63
-
-PassedThrough = Callable[[], dict[str, int]]
+_PAUSE = 0.5  # seconds that a line waits for others at most
+_MOST_WAITING = 1024  # lines; then the step's own thread writes
 
 
 class Writer:
-    """Appends the lines of one device to one file. A failed write warns once and ends it."""
+    """Appends the lines of steps to one file. A failed write warns once and ends it."""
 
-    def __init__(self, path: Path, device: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._device = device
-        self._step = 0
-        self._start: tuple[PoolStats, PassedThrough, dict[str, int], float] | None = None
-        self._pid = os.getpid()
+        self._numbers: Counter[int] = Counter()  # device -> lines so far
+        self._waiting: deque[tuple[int, StepStats]] = deque()
+        self._lock = threading.Lock()  # held while lines are written, so that they stay in order
+        self._failure: str | None = None
+        self._told = False
         try:
-            self._file: TextIO | None = path.open("a", encoding="utf-8")
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise TelemetryError(
                 f"The telemetry file {path} cannot be written: {error.strerror}.",
                 "Give a path in a folder that exists and can be written.",
             ) from error
 
-    def begin_step(self, passed_through: PassedThrough) -> None:
-        """Write the line of the step before, and start the counts of a new one."""
-        self.end_step()
-        self._step += 1
-        _stats.start_step_peaks(self._device)
-        now = _stats.read(self._device)
-        self._start = (now, passed_through, passed_through(), time.perf_counter())
+    def listen(self, step: StepStats) -> None:
+        """Take a step; it is written soon. Steps are numbered by the file, from 1 on."""
+        self._warn_of_failure()
+        self._numbers[step.device] += 1
+        self._waiting.append((self._numbers[step.device], step))
+        if len(self._waiting) >= _MOST_WAITING or not _wake_writer():
+            self.write()
 
-    def end_step(self) -> None:
-        """Write the line of the step that is open, if one is."""
-        if self._start is None or self._file is None or self._pid != os.getpid():
-            return
-        start, passed_through, passed_before, began = self._start
-        self._start = None
-        found = _stats.with_proposal(_stats.read(self._device)).since(start)
-        passed = {
-            reason: count - passed_before.get(reason, 0)
-            for reason, count in passed_through().items()
-            if count != passed_before.get(reason, 0)
-        }
-        line = step_fields(self._step, found, passed)
-        line["wall_time_ms"] = round((time.perf_counter() - began) * 1e3, 3)
-        line["time"] = round(time.time(), 3)
-        line["rank"] = _rank()
-        line["pid"] = self._pid
-        self._write(json.dumps(line) + "\n")
+    def write(self) -> None:
+        """Write what waits."""
+        with self._lock:
+            lines = b""
+            proposals: dict[int, Proposal] = {}
+            while self._waiting:
+                number, step = self._waiting.popleft()
+                if step.device not in proposals:
+                    proposals[step.device] = _stats.proposal_of(step.device)
+                lines += _line(number, step, proposals[step.device])
+            try:
+                while lines and self._failure is None:
+                    lines = lines[os.write(self._file, lines) :]
+            except OSError as error:
+                self._failure = error.strerror
 
     def close(self) -> None:
-        """Write what is open and close the file."""
-        self.end_step()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Write what waits and close the file."""
+        self.write()
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        self._warn_of_failure()
 
-    def _write(self, text: str) -> None:
-        assert self._file is not None
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError as error:
-            with contextlib.suppress(OSError):  # closing tries to write once more
-                self._file.close()
-            self._file = None
+    def _warn_of_failure(self) -> None:
+        if self._failure is not None and not self._told:
+            self._told = True
             warn(
-                f"Telemetry stopped: {self._path} cannot be written ({error.strerror}). "
+                f"Telemetry stopped: {self._path} cannot be written ({self._failure}). "
                 "Training goes on."
             )
 
 
-def _rank() -> int:
-    """As torchrun and most launchers say; 0 without one."""
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdigit() else 0
-
-
-def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> dict[str, Any]:
-    """The fields of one line. ``found`` holds the step's own counters and peaks; sizes in bytes.
-
-    An activation that was evicted twice counts twice as spilled; kept is the rest of the saved.
-    """
-    spilled = found.clean_evictions + found.dirty_evictions
-    return {
-        "step": step,
-        "activations_saved": found.activations_saved,
-        "activations_kept": max(0, found.activations_saved - spilled),
-        "activations_spilled": spilled,
-        "activations_restored": found.restores + found.prefetches,
-        "spill_bytes": found.evicted_bytes,
-        "restore_bytes": found.restored_bytes,
-        "stall_time_ms": round(found.stall_ns / 1e6, 3),
-        "stall_count": found.stall_count,
-        "pool_hits": found.pool_hits,
-        "pool_misses": found.pool_misses,
-        "vram_peak_mb": round(found.mapped_peak / MIB, 3),
-        "device": found.device,
-        "high": found.high,
-        "low": found.low,
-        "mapped_peak": found.mapped_peak,
-        "occupied_peak": found.occupied_peak,
-        "retained_peak": found.retained_peak,
-        "freed_bytes": found.freed_bytes,
-        "overshoot_bytes": found.overshoot_bytes,
-        "host_waits": found.host_waits,
-        "clean_evictions": found.clean_evictions,
-        "dirty_evictions": found.dirty_evictions,
-        "prefetches": found.prefetches,
-        "prefetch_hits": found.prefetch_hits,
-        "prefetch_lates": found.prefetch_lates,
-        "alias_hits": found.alias_hits,
-        "pageable_bytes": found.pageable_bytes,
-        "passed_through": passed_through,
-        "write_backs": found.write_backs,
-        "plan": "followed" if found.plan_follows else "reactive",
-        "plan_state": found.plan_state,
-        "pinned_bytes": found.pinned_bytes,
-        "pinned_waste_bytes": found.pinned_waste_bytes,
-        "proposed_classes_mb": list(found.proposed_classes_mb),
-        "proposed_slabs_per_class": list(found.proposed_slabs_per_class),
-        "drops": found.drops,
-        "dropped_bytes": found.dropped_bytes,
-        "recomputes": found.recomputes,
-        "recomputed_bytes": found.recomputed_bytes,
-        "reruns": found.reruns,
+def _line(number: int, step: StepStats, proposal: Proposal) -> bytes:
+    fields = {
+        **step.fields(),
+        "step": number,
+        "proposed_classes_mb": proposal.classes_mb,
+        "proposed_slabs_per_class": proposal.slabs_per_class,
     }
+    return json.dumps(fields).encode() + b"\n"
 
 
-_lock = threading.Lock()
-_writers: dict[tuple[Path, int], Writer] = {}
+_lock = threading.Lock()  # the table of writers, and the thread
+_writers: dict[str, Writer] = {}
+_due = threading.Event()  # lines wait
+_thread: threading.Thread | None = None
 
 
-def begin_step(path: str | Path, device: int, passed_through: PassedThrough) -> None:
-    """Begin a step on ``device``, reported to ``path``. Raises TelemetryError at the first one."""
-    key = (Path(path).absolute(), device)
+def writer_of(path: str | Path) -> Writer:
+    """What appends to ``path``. Raises TelemetryError where that cannot be opened."""
+    key = os.path.abspath(path)  # a third of the time that Path takes
     with _lock:
         writer = _writers.get(key)
         if writer is None:
-            writer = _writers[key] = Writer(*key)
-        writer.begin_step(passed_through)
+            from multiprocessing import util
+
+            writer = _writers[key] = Writer(Path(key))
+            util.Finalize(None, close, exitpriority=0)  # its children skip atexit
+        return writer
+
+
+def flush() -> None:
+    """Write the lines of all steps that have ended."""
+    for writer in list(_writers.values()):
+        writer.write()
 
 
 def close() -> None:
-    """Write the lines of the steps that are open, and close every file."""
-    with _lock:
-        for writer in _writers.values():
+    """End the steps that are open, write their lines, and close every file."""
+    try:
+        _steps.end_all()
+    finally:
+        with _lock:
+            writers = list(_writers.values())
+            _writers.clear()
+        for writer in writers:
             writer.close()
-        _writers.clear()
 
 
+def _wake_writer() -> bool:
+    """False where there can be no thread: while the interpreter shuts down."""
+    global _thread
+    if not _due.is_set():
+        _due.set()
+    if _thread is not None:
+        return True
+    with _lock:
+        if _thread is None:
+            thread = threading.Thread(target=_write_on, name="stagehand-telemetry", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            _thread = thread
+    return True
+
+
+def _write_on() -> None:
+    while True:
+        _due.wait()
+        time.sleep(_PAUSE)
+        _due.clear()
+        flush()
+
+
+def _begin_child() -> None:
+    """After a fork: files, lines and locks are the parent's."""
+    global _lock, _due, _thread
+    _lock, _due, _thread = threading.Lock(), threading.Event(), None
+    _writers.clear()
+    _steps.forget()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 atexit.register(close)
 
 

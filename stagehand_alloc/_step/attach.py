@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
@@ -15,13 +17,35 @@ if TYPE_CHECKING:
     from stagehand_alloc._step.pool import Pool
 
 
+@dataclasses.dataclass(eq=False)
+class _Running:
+    """A forward that the pool is around."""
+
+    module: nn.Module
+    thread: int
+    frame: FrameType  # of torch's call of it
+    inside: int = 0  # calls of the same module from inside of it
+
+    def over(self) -> bool:
+        """Whether it was interrupted: no hook is told of a KeyboardInterrupt."""
+        try:
+            self.frame.clear()
+        except RuntimeError:  # it is still running
+            return False
+        return True
+
+
 class _Around:
     """Enters a pool before a module's forward and leaves it behind: two module hooks of torch's."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._running: tuple[nn.Module, int] | None = None  # and the thread of its forward
+        self._running: _Running | None = None
         self._handles: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy that is made while forward runs is around nothing."""
+        return {**self.__dict__, "_running": None}
 
     def remove(self) -> None:
         """No forward enters the pool any more. Any number of times."""
@@ -29,12 +53,16 @@ class _Around:
             handle.remove()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        here = (module, threading.get_ident())
-        if self._running == here:  # its forward was interrupted, which no hook is told
-            self._leave(module)
+        running, thread = self._running, threading.get_ident()
+        if running is not None and running.thread == thread:
+            if running.over():
+                self._end()
+            elif running.module is module:
+                running.inside += 1
         if self._running is not None or not self._wants():
             return
-        self._running = here  # first: an interrupt from here on is mended by the next forward
+        # First: an interrupt from here on is mended by the next forward.
+        self._running = _Running(module, thread, sys._getframe(1))
         try:
             self._pool.__enter__()
         except BaseException:
@@ -50,8 +78,15 @@ class _Around:
         return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if self._running != (module, threading.get_ident()):
+        running = self._running
+        if running is None or (running.module, running.thread) != (module, threading.get_ident()):
             return
+        if running.inside:
+            running.inside -= 1
+        else:
+            self._end()
+
+    def _end(self) -> None:
         if self._pool._entry is not None:  # else another entry found it left already
             self._pool.__exit__(*sys.exc_info())
         self._running = None

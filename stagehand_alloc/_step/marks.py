@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FORWARD = "forward"
-_LOOKS = 3  # steps, in which nothing was found
+_LOOKS = 3  # steps in a row, in which nothing new was called
 _CACHES = ("past_key_values", "past_key_value", "layer_past")  # as Hugging Face calls them
 _warned: set[str] = set()
 
@@ -58,25 +58,30 @@ class Marks:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in modules]
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # roots
         self._looks = 0
 
     @classmethod
     def found(cls) -> Marks:
-        """Of no modules yet: those of the first step in which there are some."""
+        """Of no modules yet: those of what the first steps call, one model or several."""
         marks = cls([])
         marks._looks = _LOOKS
         return marks
 
     def looking(self) -> bool:
         """Whether the modules that are called are to be told to `look_in`."""
-        return self._looks > 0 and not self._modules
+        return self._looks > 0
 
     def look_in(self, roots: list[nn.Module]) -> None:
         """They were called in a step: their blocks are regions from the next entry on."""
-        if roots and self.looking():
-            self._looks -= 1
-            blocks = [block for root in roots if not _compiled(root) for block in _blocks(root)]
-            self._modules = [weakref.ref(block) for block in dict.fromkeys(blocks)]
+        if not roots or not self.looking():
+            return
+        new = [root for root in roots if root not in self._seen]
+        self._seen.update(new)
+        self._looks = _LOOKS if new else self._looks - 1
+        found = [block for root in new if not _compiled(root) for block in _blocks(root)]
+        known = dict.fromkeys([*self._alive(), *found])
+        self._modules = [weakref.ref(block) for block in known]
 
     def _alive(self) -> list[nn.Module]:
         return [module for one in self._modules if (module := one()) is not None]

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
 from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.stats import DeviceLike, PoolStats
+from stagehand_alloc._books.steps import Listener, StepStats
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
@@ -33,6 +35,7 @@ from stagehand_alloc._settings.config import (
     Budget,
     Config,
     Size,
+    format_bytes,
     load_config,
     parse_size,
     plain_number,
@@ -135,8 +138,12 @@ class Pool:
         device: DeviceLike,
         mode: _modes.Mode | None = None,
         marks: Marks | None = None,
+        on_step: Listener | None = None,
     ) -> None:
         self._mode_asked = mode
+        self._on_step = on_step
+        self._steps = 0  # that have begun
+        self._last_step: StepStats | None = None  # that has ended
         self._marks = marks
         self._mode: _modes.Mode | None = None  # known from the first entry on
         self._mem_pools: list[Any] = []  # one at most
@@ -152,12 +159,23 @@ class Pool:
         self._start = PoolStats()
         self._entry: _Entry | None = None
 
+    def __repr__(self) -> str:
+        high, low, limit = self._sizes
+        if (budget := self._budget) is not None:
+            high, low, limit = map(format_bytes, (budget.high, budget.low, budget.limit))
+        where = "not entered yet" if self._device is None else f"device {self._device}"
+        inside = ", entered" if self._entry is not None else ""
+        return f"<Pool high={high} low={low} limit={limit} mode={self._mode}, {where}{inside}>"
+
     def _prepare(self) -> None:
-        """What needs no entry: pinning takes a while, and starts as soon as the device is open."""
+        """What needs no entry: pinning takes a while, and starts as soon as the device is open.
+
+        The device that is current now may not be the one at the first entry, which is the pool's.
+        """
         if self._config.enabled and _install.is_installed():
-            self._resolve()
+            resolve_budget(*self._sizes, self._look_at_device()[1])
             if _pinned is None:
-                _configure_pinned(native, self._config)
+                self._configure_pinned()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
@@ -171,6 +189,7 @@ class Pool:
             self._device_asked,
             self._mode_asked,
             self._limits,
+            self._on_step,
         )
 
     def __enter__(self) -> Pool:
@@ -188,8 +207,7 @@ class Pool:
         mode = _modes.resolve(self._mode_asked)
         entry, budget = self._claim(lasts)
         try:
-            # The backward of the step before; from here, so that the warning names the user's line.
-            _trouble.look(entry.device)
+            _steps.end(entry.device)
             self._arm(entry, budget, mode)
             entry.entered = True
         except BaseException:
@@ -220,7 +238,7 @@ class Pool:
             )
         self._release(entry, inner=kind is not None)
         if kind is None:
-            _trouble.look(entry.device)
+            _steps.end_if_over(entry.device, self)
 
     if TYPE_CHECKING:
 
@@ -249,10 +267,27 @@ class Pool:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
         if self._device is None:
             return PoolStats()
-        _trouble.look(self._device)
         found = _stats.stats(self._device).since(self._start)
         found = dataclasses.replace(found, mode=self._mode or "", trigger=_modes.trigger().state)
         return _stats.with_passed_through(found, self._passed_through())
+
+    def step_stats(self) -> dict[str, float]:
+        """The newest step that has ended, as flat numbers: for TensorBoard, W&B, Prometheus.
+
+            wandb.log(pool.step_stats())
+
+        The names are those of a telemetry line; sizes in bytes. Asked for after backward, it is the
+        step just made; while what a step saved is alive, the one before. Empty before the first.
+        What is asked for again is the same. Waits for no GPU work.
+        """
+        if self._device is not None:
+            _steps.end_if_over(self._device, self)
+        return {} if self._last_step is None else self._last_step.numbers()
+
+    def _told(self, step: StepStats) -> None:
+        self._last_step = step
+        if self._on_step is not None:
+            self._on_step(step)
 
     def plan(self) -> _plan.StepPlan:
         """What stays, moves and is dropped of what steps like the newest save, by what made it.
@@ -324,6 +359,29 @@ class Pool:
             return 0
         return int(native.release_pinned(self._device, kept))
 
+    def _configure_pinned(self) -> None:
+        """Set up the pinned pool, once for the process and again where the settings differ."""
+        global _pinned
+        config = self._config
+        wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
+        with _registry_lock:
+            if _pinned != wanted:
+                # While tensors of an earlier step use the slabs: the next entry tries again.
+                _pinned = wanted if native.configure_pinned(*self._host_memory) else None
+
+    @functools.cached_property
+    def _host_memory(self) -> tuple[list[int], list[int], int, bool, list[int], int]:
+        """As native takes it; the machine is asked once, since two pools may take turns."""
+        # On the simulated GPU nothing runs that a seed does not decide.
+        real = not _install.is_simulated()
+        return (
+            *self._config.pinned_classes(),
+            self._config.host_limit_bytes(),
+            real,
+            _driver.numa_nodes() if real else [],
+            self._config.first_share(),
+        )
+
     def _configure_lanes(self, native: Any, device: int) -> None:
         """This pool's limits and checksums, in place of those of the pool before it."""
         checksums = self._config.debug_checksums
@@ -334,16 +392,20 @@ class Pool:
                 native.set_checksums(device, checksums)
                 (_checksummed.add if checksums else _checksummed.discard)(device)
 
+    def _look_at_device(self) -> tuple[int, int]:
+        """The device that is meant as things stand, and its bytes."""
+        device = _stats.device_index(self._device_asked)
+        if _install.is_simulated():
+            device = 0  # where its tensors are
+        return device, _driver.require_virtual_memory(device).total
+
     def _resolve(self) -> tuple[int, Budget]:
-        """Device and budget, worked out once. Raises SizeError."""
+        """Device and budget, worked out once, at the first entry. Raises SizeError."""
         if self._device is None or self._budget is None:
             if not _install.is_installed():
                 _driver.start()
                 _start_torch()
-            device = _stats.device_index(self._device_asked)
-            if _install.is_simulated():
-                device = 0  # where its tensors are
-            total = _driver.require_virtual_memory(device).total
+            device, total = self._look_at_device()
             self._start = _stats.read(device)
             self._budget = resolve_budget(*self._sizes, total)
             self._device = device
@@ -391,16 +453,31 @@ class Pool:
         self._mode = mode
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
-        _configure_pinned(native, self._config)
+        self._configure_pinned()
         self._configure_lanes(native, device)
-        if self._config.telemetry_enabled:
-            _telemetry.begin_step(self._config.telemetry_file, device, self._passed_through)
-        _trouble.begin(device, budget.high)
+        self._begin_step(device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
         self._enter_hooks(entry)
+
+    def _begin_step(self, device: int, mode: _modes.Mode) -> None:
+        import torch
+
+        listeners: tuple[Listener, ...] = (_trouble.look,)
+        if self._config.telemetry_enabled:
+            listeners = (_telemetry.writer_of(self._config.telemetry_file).listen, *listeners)
+        self._steps += 1
+        step = _steps.OpenStep(
+            self._steps,
+            mode,
+            torch.is_grad_enabled(),
+            weakref.ref(self),
+            listeners,
+            self._passed_through(),
+        )
+        _steps.begin(device, step)
 
     def _release(self, entry: _Entry, inner: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
@@ -418,6 +495,7 @@ class Pool:
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
+            _steps.left(entry.device, self, by_error=inner)
         if entry.allocating is not None:
             entry.allocating.close()
         if _active.get(entry.device) is entry:
@@ -478,6 +556,7 @@ def pool(
     keep: KeepPredicate | None = None,
     recompute: bool | str | nn.Module | Iterable[nn.Module] | None = None,
     telemetry: bool | str | Path | None = None,
+    on_step: Listener | None = None,
     device: DeviceLike = None,
 ) -> Pool:
     """A budget to enter around forward: ``with stagehand_alloc.pool(high="20GiB"): ...``.
@@ -501,6 +580,9 @@ def pool(
             same each time. True: the blocks of the models that the first step calls. Default: the
             config's.
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
+        on_step: called with the `StepStats` of each step once it has ended: when the next one
+            begins, or, where nothing that it saved is alive any more, when the pool is left or
+            `Pool.step_stats` asked. On that thread; what it raises is raised there.
         device: default: the current CUDA device.
 
     What is left out may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW, _LIMIT, _MODE, and,
@@ -515,6 +597,10 @@ def pool(
         raise ConfigError(
             f"keep={keep!r} cannot be called.",
             "Give a function that takes a SavedTensorInfo and returns a bool.",
+        )
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(
+            f"on_step={shown(on_step)} cannot be called.", "Give a function that takes a StepStats."
         )
     if telemetry is None and config is None:
         telemetry = environment.text("telemetry")
@@ -542,7 +628,7 @@ def pool(
         if size is not None:
             parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
     _check_order(*sizes)
-    made = Pool(settings, sizes, keep, device, known_mode, marks)
+    made = Pool(settings, sizes, keep, device, known_mode, marks, on_step)
     made._prepare()
     return made
 
@@ -561,12 +647,13 @@ def _again(
     device: DeviceLike,
     mode: _modes.Mode | None,
     limits: LaneLimits,
+    on_step: Listener | None = None,
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
     from stagehand_alloc._step import marks as _marks
 
     marks = _marks.Marks.found() if config.recompute is True else None
-    made = Pool(config, sizes, keep, device, mode, marks)
+    made = Pool(config, sizes, keep, device, mode, marks, on_step)
     made._limits = limits
     return made
 
@@ -659,21 +746,3 @@ def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:
             f"The driver refused the page of pinned memory that rates need on device {device}.",
             "Leave d2h_bytes_per_second and h2d_bytes_per_second out, or free host memory.",
         )
-
-
-def _configure_pinned(native: Any, config: Config) -> None:
-    """Set up the pinned pool, once for the process and again where the settings differ."""
-    global _pinned
-    wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
-    with _registry_lock:
-        if _pinned != wanted:
-            done = native.configure_pinned(
-                *config.pinned_classes(),
-                config.host_limit_bytes(),
-                # On the simulated GPU nothing runs that a seed does not decide.
-                ahead=not _install.is_simulated(),
-                numa_nodes=[] if _install.is_simulated() else _driver.numa_nodes(),
-                first_share=config.first_share(),
-            )
-            # While tensors of an earlier step use the slabs: the next entry tries again.
-            _pinned = wanted if done else None

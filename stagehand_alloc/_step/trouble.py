@@ -1,38 +1,66 @@
-"""What a run is warned of once: a budget nothing can hold, and pinned memory that ran out."""
+"""What a run is told once: a budget nothing can hold, pinned memory that ran out or took long, a
+pool that is shown nothing.
+"""
 
 from __future__ import annotations
 
-from stagehand_alloc._books import stats as _stats
-from stagehand_alloc._extension import native
+from collections.abc import Callable
+
+from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._books.steps import StepStats
 from stagehand_alloc._settings.config import format_bytes
-from stagehand_alloc._tell import warn
+from stagehand_alloc._tell import slow, warn
 
-_told_budgets: set[tuple[int, int]] = set()  # device, high
-_told_pinned: set[tuple[int, int]] = set()  # device, bytes that were pinned
-_pageable_seen: dict[int, int] = {}  # device -> pageable copies, those told of included
-
-
-def look(device: int) -> None:
-    """Warn of what has gone wrong on ``device`` under the budget set there now, once each."""
-    found = _stats.read(device)
-    if found.overshoot_live > found.high and (device, found.high) not in _told_budgets:
-        _told_budgets.add((device, found.high))
-        warn(_budget_text(found))
-    copies = found.pageable_copies
-    before = _pageable_seen.get(device, 0)
-    _pageable_seen[device] = copies
-    if copies > before and (device, found.pinned_bytes) not in _told_pinned:
-        _told_pinned.add((device, found.pinned_bytes))
-        warn(_pinned_text(found))
+_LONG_NS = 2_000_000_000
+_told: set[tuple[str, int, int]] = set()  # what, device, and the setting or size it is of
 
 
-def begin(device: int, high: int) -> None:
-    """A pool with this budget is entered: what overshot another one's is not held against it."""
-    if native.device_open(device) and _stats.read(device).high != high:
-        _stats.start_step_peaks(device)
+def look(step: StepStats) -> None:
+    """Warn of what went wrong in a step, once each."""
+    found = step.native
+    if found.get("overshoot_live", 0) > found.get("high", 0):
+        _once(("budget", step.device, found["high"]), _budget_text, step)
+    if found.get("pageable_copies", 0):
+        _once(("pinned", step.device, found["pinned_bytes"]), _pinned_text, step)
+    if step.gradients and step.left_ns and not found.get("activations_saved", 0):
+        others = step.passed_through.get("foreign_storage", 0)
+        if others and others == sum(step.passed_through.values()):
+            _once(("foreign", step.device, 0), _foreign_text, step)
+        elif not step.passed_through and found.get("occupied_peak", 0) > found.get("low", 0):
+            _once(("silent", step.device, 0), _silent_text, step)
+    if found.get("pinning_wait_ns", 0) > _LONG_NS and ("slow", step.device, 0) not in _told:
+        _told.add(("slow", step.device, 0))
+        took = found["pinning_wait_ns"] / 1e9
+        slow(f"a step waited {took:.0f} s for host memory to be pinned; such steps do not again")
 
 
-def _budget_text(found: _stats.PoolStats) -> str:
+def _once(what: tuple[str, int, int], text: Callable[[PoolStats], str], step: StepStats) -> None:
+    if what not in _told:
+        _told.add(what)
+        warn(text(step.counted))
+
+
+def _silent_text(found: PoolStats) -> str:
+    size = format_bytes
+    return (
+        f"A step used {size(found.occupied_peak)} on device {found.device}, above "
+        f"low={size(found.low)}, and the pool was shown no saved tensor: it can move nothing.\n"
+        "Turn off what else takes saved tensors inside the pool, such as activation_offloading, "
+        "save_on_cpu or a checkpoint around the whole model, and run forward inside the pool."
+    )
+
+
+def _foreign_text(found: PoolStats) -> str:
+    count = found.passed_through["foreign_storage"]
+    return (
+        f"All {count} saved tensors of a step are of another device or allocator than the pool's "
+        f"device {found.device}: it can move nothing.\n"
+        'Name the device that trains, pool(device="cuda:1"), or enter the pool first after '
+        "torch.cuda.set_device."
+    )
+
+
+def _budget_text(found: PoolStats) -> str:
     size = format_bytes
     live, saved = found.overshoot_live, min(found.overshoot_saved, found.overshoot_live)
     return (
@@ -45,7 +73,7 @@ def _budget_text(found: _stats.PoolStats) -> str:
     )
 
 
-def _pinned_text(found: _stats.PoolStats) -> str:
+def _pinned_text(found: PoolStats) -> str:
     size = format_bytes
     return (
         f"Pinned host memory ran out on device {found.device} at {size(found.pinned_bytes)}: "

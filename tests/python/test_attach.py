@@ -16,6 +16,7 @@ from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError
+from stagehand_alloc._step import trouble as _trouble
 from stagehand_alloc._step.attach import Everywhere
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -169,3 +170,131 @@ def test_another_thread_that_evaluates_meanwhile_does_not_leave_the_pool() -> No
         model(torch.randn(4, 8)).sum().backward()
         assert pool._entry is None
     assert len(done) == 2
+
+
+class Recursive(nn.Module):
+    """Calls itself, as a tree does; inside, the pool must still be entered."""
+
+    def __init__(self, pool: stagehand_alloc.Pool) -> None:
+        super().__init__()
+        self.linear, self._seen = nn.Linear(8, 8), [pool]
+        self.entered: list[bool] = []
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        y: Tensor = self.linear(x).exp()
+        if depth:
+            y = self(y, depth - 1)
+        elif self.error is not None:
+            raise self.error
+        self.entered.append(self._seen[0]._entry is not None)
+        return self.linear(y).sin()
+
+
+@pytest.mark.parametrize("kind", [None, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_forward_that_calls_itself_stays_inside_the_pool_until_the_outermost_ends(
+    everywhere: bool, kind: type[BaseException] | None
+) -> None:
+    pool = stagehand_alloc.pool(high="64MiB")
+    model = Recursive(pool)
+    around = Everywhere(pool) if everywhere else pool.attach(model)
+    try:
+        if kind is not None:
+            model.error = kind()
+            with pytest.raises(kind):
+                model(torch.randn(4, 8))
+            model.error = None
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            assert pool._entry is None
+    finally:
+        around.remove()
+    assert model.entered == [True] * 8
+    assert pool._steps == 2 + (kind is not None)
+
+
+def test_after_an_interrupt_in_one_model_the_pool_is_around_the_next_one() -> None:
+    pool = stagehand_alloc.pool(high="64MiB")
+    first, second = Stops(), Stops()
+    around = Everywhere(pool)
+    try:
+        first.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            first(torch.randn(4, 8))
+        saved = pool.stats().activations_saved
+        second(torch.randn(4, 8)).sum().backward()
+        assert pool._entry is None
+        assert pool._steps == 2
+        assert pool.stats().activations_saved > saved
+    finally:
+        around.remove()
+
+
+def test_a_copy_made_in_the_middle_of_forward_is_around_nothing() -> None:
+    class Copies(Stops):
+        def forward(self, x: Tensor) -> Tensor:
+            if not copies:
+                copies.append(pickle.loads(pickle.dumps(attached)))
+                copies.append(copy.deepcopy(attached))
+            return super().forward(x)
+
+    copies: list[Any] = []
+    model = Copies()
+    attached = stagehand_alloc.pool(high="64MiB").attach(Stops())
+    attached._handles.clear()
+    attached._enter(model)
+    model(torch.randn(4, 8))
+    attached._leave(model)
+    assert [one._running for one in copies] == [None, None]
+
+
+def test_of_several_models_called_one_by_one_all_blocks_are_found() -> None:
+    pool = stagehand_alloc.pool(high="64MiB", recompute=True)
+    first, second, third = Blocks(), Blocks(), Blocks()
+    around = Everywhere(pool)
+    try:
+        for _ in range(2):
+            second(first(torch.randn(4, 8))).sum().backward()
+        third(torch.randn(4, 8)).sum().backward()  # a network that comes later, as of a GAN
+        for _ in range(4):
+            second(first(torch.randn(4, 8))).sum().backward()
+    finally:
+        around.remove()
+    assert pool._marks is not None
+    assert pool._marks._alive() == [*first.layers, *second.layers, *third.layers]
+    assert not pool._marks.looking()
+
+
+def test_a_warning_in_an_attached_model_names_the_users_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_trouble, "_told", set())
+    model, x = Stops(), torch.randn(1 << 18, 8)
+    stagehand_alloc.pool(high="2MiB").attach(model)
+
+    def steps() -> None:
+        for _ in range(3):
+            model(x).sum().backward()
+
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="No eviction can hold") as told:
+        steps()
+    assert {one.filename for one in told} == {__file__}
+
+
+def test_an_attached_model_is_compiled() -> None:
+    torch.manual_seed(0)
+    model, x = Stops(), torch.randn(4, 8)
+    model(x).sum().backward()
+    expected = model.linear.weight.grad
+    model.zero_grad(set_to_none=True)
+    pool = stagehand_alloc.pool(high="64MiB")
+    pool.attach(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        compiled(x).sum().backward()
+        assert pool._entry is None
+    assert expected is not None
+    assert model.linear.weight.grad is not None
+    assert torch.equal(model.linear.weight.grad, expected)

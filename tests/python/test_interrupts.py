@@ -32,10 +32,9 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     Nothing runs at the same time here, so the locks are not missed.
     """
     for name, module in list(sys.modules.items()):
-        for holder in (module, getattr(module, "_carried", module)):
-            for key, value in list(vars(holder).items()) if name.startswith(PACKAGE.name) else ():
-                if isinstance(value, type(threading.Lock())):
-                    monkeypatch.setattr(holder, key, contextlib.nullcontext())
+        for key, value in list(vars(module).items()) if name.startswith(PACKAGE.name) else ():
+            if isinstance(value, type(threading.Lock())):
+                monkeypatch.setattr(module, key, contextlib.nullcontext())
 
 
 class Interrupts:

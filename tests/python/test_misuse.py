@@ -13,7 +13,7 @@ import torch
 import stagehand_alloc
 from stagehand_alloc import ConfigError, SizeError, StagehandError
 from stagehand_alloc.__main__ import main
-from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import trigger as _trigger
 
@@ -186,7 +186,7 @@ def test_a_compiler_that_is_asked_for_and_not_there_is_not_replaced(
 # --- the command line
 
 GOOD = json.dumps(
-    _telemetry.step_fields(1, stagehand_alloc.PoolStats(plan_state="learning"), {"kept": 1})
+    _steps.step_fields(1, stagehand_alloc.PoolStats(plan_state="learning"), {"kept": 1})
 )
 
 

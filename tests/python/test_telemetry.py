@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import SizeError, TelemetryError, _driver, _native
+from stagehand_alloc import SizeError, StepStats, TelemetryError, _driver, _native
 from stagehand_alloc.__main__ import main
+from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._cli import doctor as _doctor
@@ -39,6 +40,7 @@ def _closed() -> Iterator[None]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
+    _telemetry.flush()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -53,7 +55,7 @@ def step(pool: stagehand_alloc.Pool, megabytes: int) -> None:
 
 
 def fields(step: int = 1, **found: int) -> dict[str, Any]:
-    return _telemetry.step_fields(step, PoolStats(**found), {})
+    return _steps.step_fields(step, PoolStats(**found), {})
 
 
 def test_a_line_has_v0_s_fields_and_ours() -> None:
@@ -71,7 +73,7 @@ def test_fields_are_in_the_units_their_names_say() -> None:
         evicted_bytes=77,
         restored_bytes=66,
     )
-    line = _telemetry.step_fields(9, found, {"leaf": 2})
+    line = _steps.step_fields(9, found, {"leaf": 2})
     assert (line["step"], line["vram_peak_mb"], line["stall_time_ms"]) == (9, 5.0, 1.5)
     assert (line["activations_spilled"], line["activations_kept"]) == (7, 3)
     assert (line["spill_bytes"], line["restore_bytes"]) == (77, 66)
@@ -153,7 +155,9 @@ def test_a_full_disk_warns_once_and_training_goes_on() -> None:
     if not full.exists():
         pytest.skip("no /dev/full here")
     pool = stagehand_alloc.pool(telemetry=full)
-    step(pool, 1)
+    for _ in range(2):
+        step(pool, 1)
+    _telemetry.flush()
     with pytest.warns(stagehand_alloc.StagehandWarning, match="Telemetry stopped"):
         step(pool, 1)
     step(pool, 1)
@@ -195,8 +199,8 @@ def test_ranks_and_devices_in_one_file_are_told_apart(
 
 def test_a_line_says_of_which_rank_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    writer = _telemetry.Writer(tmp_path / "steps.jsonl", 0)
-    writer.begin_step(dict)
+    writer = _telemetry.Writer(tmp_path / "steps.jsonl")
+    writer.listen(StepStats(1, 0, _steps.rank()))
     writer.close()
     (line,) = _telemetry.read_steps(tmp_path / "steps.jsonl")
     assert (line["rank"], line["device"], line["pid"]) == (3, 0, os.getpid())
@@ -229,7 +233,7 @@ def test_the_report_says_the_plan_and_what_would_suit_the_pinned_pool(
         proposed_classes_mb=(2, 5),
         proposed_slabs_per_class=(7, 9),
     )
-    path = write(tmp_path / "steps.jsonl", [_telemetry.step_fields(1, found, {})])
+    path = write(tmp_path / "steps.jsonl", [_steps.step_fields(1, found, {})])
     for command in ("report", "doctor"):
         main([command, str(path)])
         printed = capsys.readouterr().out

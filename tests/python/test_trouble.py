@@ -13,8 +13,9 @@ from models import BY_NAME
 from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
-from stagehand_alloc import ChecksumError, _native
+from stagehand_alloc import ChecksumError, StepStats, _native
 from stagehand_alloc._step import trouble as _trouble
+from stagehand_alloc.testing import SimulatedGpu
 
 MIB = 1 << 20
 RECIPE = BY_NAME["gpt"]
@@ -22,8 +23,7 @@ RECIPE = BY_NAME["gpt"]
 
 @pytest.fixture(autouse=True)
 def _nothing_told(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_trouble, "_told_budgets", set())
-    monkeypatch.setattr(_trouble, "_told_pinned", set())
+    monkeypatch.setattr(_trouble, "_told", set())
     stagehand_alloc.reset_peak_stats()
     yield
     with stagehand_alloc.pool():  # the default slabs again
@@ -68,10 +68,7 @@ def test_a_budget_nothing_can_hold_is_told_once_with_who_holds_what() -> None:
     assert todo.startswith("Raise high above ")
 
 
-@pytest.mark.parametrize("told_by", ["stats", "entry"])
-def test_what_overshoots_after_the_pool_is_told_by_the_stats_or_the_next_entry(
-    told_by: str,
-) -> None:
+def test_what_overshoots_after_the_pool_is_told_by_the_next_entry_and_by_no_getter() -> None:
     high = stagehand_alloc.stats().mapped + 4 * MIB
     pool = stagehand_alloc.pool(high=high, low=high)
     with pool:
@@ -83,8 +80,8 @@ def test_what_overshoots_after_the_pool_is_told_by_the_stats_or_the_next_entry(
         with pool:
             pass
 
-    said = warned_of(pool.stats if told_by == "stats" else enter, "No eviction can hold")
-    assert len(said) == 1
+    assert warned_of(pool.stats, "No eviction can hold") == []
+    assert len(warned_of(enter, "No eviction can hold")) == 1
     del y
     _native.empty_cache()
 
@@ -123,6 +120,61 @@ def test_where_pinned_memory_runs_out_gradients_are_right_and_it_is_told_once() 
     assert len(said) == 1
     assert "at 1.00 MiB" in said[0]
     assert "Raise host_limit" in said[0].partition("\n")[2]
+
+
+class Elsewhere:
+    """What TRL's and Hugging Face's own offloading are: hooks inside of the pool."""
+
+    def __enter__(self) -> None:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+        self.hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.hooks.__exit__()
+
+
+def test_a_pool_inside_which_other_hooks_take_all_is_told_of_once() -> None:
+    x = torch.ones(4 * MIB, requires_grad=True)
+    pool = stagehand_alloc.pool(high="64MiB", low="8MiB")
+
+    def steps(gradients: bool = True) -> None:
+        for _ in range(3):
+            with torch.set_grad_enabled(gradients), pool, Elsewhere():
+                y = torch.exp(x).sum()
+            if gradients:
+                y.backward()
+        pool.step_stats()
+
+    assert warned_of(lambda: steps(gradients=False), "no saved tensor") == []
+    (told,) = warned_of(steps, "no saved tensor")
+    assert "above low=8.00 MiB" in told.partition("\n")[0]
+    assert "Turn off what else takes saved tensors" in told.partition("\n")[2]
+
+
+def test_a_pool_of_another_device_than_the_tensors_is_told_of_once(gpu: SimulatedGpu) -> None:
+    gpu.close()
+    x = torch.ones(4 * MIB, requires_grad=True)  # as on a device that is not the pool's
+    gpu.open()
+    pool = stagehand_alloc.pool()
+
+    def step() -> None:
+        with pool:
+            gpu.close()
+            y = torch.exp(x)
+            gpu.open()
+        y.sum().backward()
+        pool.step_stats()
+
+    (told,) = warned_of(lambda: [step() for _ in range(2)], "another device or allocator")
+    assert told.startswith("All ")
+
+
+def test_waiting_long_for_pinned_memory_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        _trouble.look(StepStats(1, 0, native={"pinning_wait_ns": 3_200_000_000}))
+    assert caplog.messages == [
+        "stagehand_alloc: a step waited 3 s for host memory to be pinned; such steps do not again."
+    ]
 
 
 def test_a_checksum_error_is_a_stagehand_error_that_training_may_catch() -> None:

@@ -1,0 +1,317 @@
+"""A step as an object: when it ends, who is told, and what is in it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagehand_alloc
+from stagehand_alloc import ConfigError, StepStats, _native
+from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._books import steps as _steps
+from stagehand_alloc._books import telemetry as _telemetry
+
+MIB = 1 << 20
+NAMES = Path(__file__).with_name("telemetry_fields.txt")
+Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    _telemetry.close()
+
+
+def forward(pool: stagehand_alloc.Pool, megabytes: int = 1) -> torch.Tensor:
+    x = torch.ones(megabytes * MIB // 16, requires_grad=True)
+    with pool:
+        y = x
+        for _ in range(4):
+            y = torch.sin(y)
+    return y.sum()
+
+
+def step(pool: stagehand_alloc.Pool, megabytes: int = 1) -> None:
+    forward(pool, megabytes).backward()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_is_told_once_when_the_next_begins() -> None:
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    for _ in range(3):
+        step(pool)
+    assert [one.step for one in seen] == [1, 2]
+    assert [one.counted.activations_saved for one in seen] == [3, 3]
+    assert [one.passed_through for one in seen] == [{"leaf": 1}] * 2
+    assert all(0 < one.began_ns < one.left_ns < one.ended_ns for one in seen)
+    assert seen[1].began_ns == seen[0].ended_ns
+
+
+@pytest.mark.usefixtures("gpu")
+def test_step_stats_after_backward_are_of_that_step_and_while_it_is_alive_of_the_one_before() -> (
+    None
+):
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    assert pool.step_stats() == {}
+    for number in (1, 2):
+        loss = forward(pool)
+        assert len(seen) == number - 1
+        assert pool.step_stats().get("step", 0) == number - 1
+        loss.backward()
+        del loss
+        assert pool.step_stats()["step"] == number == len(seen)
+        assert pool.step_stats()["step"] == number == len(seen)  # asked for again
+    numbers = pool.step_stats()
+    assert numbers["activations_saved"] == 3.0
+    assert numbers["device"] == 0.0
+    assert all(type(value) is float for value in numbers.values())
+    assert "pid" not in numbers
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_that_leaves_nothing_behind_ends_with_the_with() -> None:
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    with pool:
+        torch.ones(MIB, requires_grad=True).sin().sum().backward()
+    assert [one.step for one in seen] == [1]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_nothing_is_lost_between_steps_and_what_came_before_the_pool_is_not_its_own() -> None:
+    torch.ones(64 * MIB, dtype=torch.uint8)
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    before = stagehand_alloc.stats().allocations
+    for _ in range(3):
+        step(pool)
+        pool.step_stats()
+        torch.ones(8 * MIB, dtype=torch.uint8)  # as an optimizer might
+    step(pool)
+    assert seen[0].counted.occupied_peak < 60 * MIB
+    assert all(one.counted.occupied_peak >= 8 * MIB for one in seen[1:])
+    pool.step_stats()
+    counted = sum(one.counted.allocations for one in seen)
+    assert counted <= stagehand_alloc.stats().allocations - before <= counted + 16
+
+
+@pytest.mark.usefixtures("gpu")
+def test_peaks_of_the_run_outlive_its_steps_and_a_reset_of_them_takes_nothing_from_the_step() -> (
+    None
+):
+    stagehand_alloc.reset_peak_stats()
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    step(pool, 32)
+    step(pool)
+    assert seen[0].counted.occupied_peak > 30 * MIB
+    assert stagehand_alloc.stats().occupied_peak > 30 * MIB
+    torch.ones(48 * MIB, dtype=torch.uint8)
+    stagehand_alloc.reset_peak_stats()  # in the middle of the second
+    assert stagehand_alloc.stats().occupied_peak < 30 * MIB
+    step(pool)
+    assert seen[1].counted.occupied_peak > 45 * MIB
+    assert stagehand_alloc.stats().occupied_peak < 30 * MIB
+
+
+@pytest.mark.usefixtures("gpu")
+def test_lanes_are_counted_by_what_they_moved() -> None:
+    seen: list[StepStats] = []
+    high = stagehand_alloc.stats().live + 40 * MIB
+    pool = stagehand_alloc.pool(high=high, low=high, on_step=seen.append)
+    for _ in range(3):
+        step(pool, 32)
+    pool.step_stats()
+    for one in seen:
+        found = one.counted
+        assert found.evicted_bytes > 0
+        assert found.d2h_bytes > 0
+        assert found.h2d_bytes == found.restored_bytes > 0
+        assert found.express_bytes <= found.h2d_bytes
+        assert found.high == high
+        assert found.mode == "allocator"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_a_listener_raises_reaches_the_caller_and_the_pool_goes_on() -> None:
+    def fail(_: StepStats) -> None:
+        raise ValueError("mine")
+
+    pool = stagehand_alloc.pool(on_step=fail)
+    step(pool)
+    with pytest.raises(ValueError, match="mine"), pool:
+        pass
+    step(pool)
+    with pytest.raises(ValueError, match="mine"):
+        pool.step_stats()
+    with pytest.raises(ConfigError, match="on_step=3 cannot be called"):
+        stagehand_alloc.pool(on_step=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_open_step_keeps_neither_the_pool_nor_its_listener(tmp_path: Path) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.pool = stagehand_alloc.pool(
+                on_step=self.log, telemetry=tmp_path / "steps.jsonl", keep=self.first
+            )
+
+        def log(self, _: StepStats) -> None:
+            raise AssertionError
+
+        def first(self, info: stagehand_alloc.SavedTensorInfo) -> bool:
+            return info.order == 0
+
+    trainer = Trainer()
+    step(trainer.pool)
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+    _telemetry.close()  # and its last step is in the file
+    (line,) = (json.loads(row) for row in (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert line["passed_through"] == {"kept": 1, "leaf": 1}
+    assert line["activations_saved"] == 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_line_is_in_the_file_soon_and_the_step_did_not_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    monkeypatch.setattr(_telemetry, "_PAUSE", 0.05)
+    pool = stagehand_alloc.pool(telemetry=path)
+    step(pool)
+    step(pool)
+    deadline = time.monotonic() + 60
+    while not path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert json.loads(path.read_text())["step"] == 1
+
+
+def test_many_steps_at_once_wait_for_no_thread(tmp_path: Path) -> None:
+    writer = _telemetry.Writer(tmp_path / "steps.jsonl")
+    with writer._lock:  # as while a slow disk takes lines
+        for number in range(_telemetry._MOST_WAITING - 1):
+            writer.listen(StepStats(number, 0))
+    writer.close()
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) == _telemetry._MOST_WAITING - 1
+
+
+PROGRAM = """
+    import sys
+    import torch, stagehand_alloc
+    from stagehand_alloc import testing
+
+    with testing.simulated_gpu(memory="256MiB", seed=1):
+        pool = stagehand_alloc.pool(telemetry="steps.jsonl")
+        for n in range(5):
+            with pool:
+                y = torch.ones(1 << 16, requires_grad=True).sin().sin()
+            y.sum().backward()
+            {inside}
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "exit_code"),
+    [("pass", 0), ("if n == 4: raise ValueError", 1), ("n == 4 and sys.exit(3)", 3)],
+)
+def test_nothing_is_lost_however_the_process_ends(
+    run_fresh: Fresh, tmp_path: Path, inside: str, exit_code: int
+) -> None:
+    run_fresh(PROGRAM.format(inside=inside), exit_code=exit_code)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_two_processes_append_whole_lines_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    children = []
+    for rank in range(2):
+        if (child := os.fork()) == 0:
+            try:
+                writer = _telemetry.writer_of(path)
+                for number in range(300):
+                    writer.listen(StepStats(number, 0, rank))
+                    if number % 7 == 0:
+                        writer.write()
+                _telemetry.close()
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    lines = _telemetry.read_steps(path)
+    for rank in range(2):
+        mine = [line["step"] for line in lines if line["rank"] == rank]
+        assert mine == list(range(1, 301))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_line_says_what_the_step_counted() -> None:
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    step(pool)
+    pool.step_stats()
+    (one,) = seen
+    fields = _steps.step_fields(1, one.counted, dict(one.passed_through))
+    assert {name: one.fields()[name] for name in fields} == fields
+
+
+def test_fields_are_added_and_never_taken_away() -> None:
+    now = list(StepStats(1, 0).fields())
+    before = NAMES.read_text().split()
+    assert set(before) <= set(now), "a field of telemetry is gone"
+    assert set(now) <= set(before), f"add it to {NAMES.name}"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_native_and_python_call_the_same_things_counters() -> None:
+    first = _native.stats(0)
+    _native.end_step(0)
+    ended = _native.end_step(0)
+    subtracted = {
+        name
+        for name, value in ended.items()
+        if value == 0 < first[name] and not name.endswith("_peak") and "overshoot_" not in name
+    }
+    not_shown = {"requested_bytes", "take_ups", "loans"}
+    assert subtracted <= {*_stats.COUNTERS, *not_shown}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_stats_search_for_a_proposal_once_for_one_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[object] = []
+    found = _stats.propose_classes([])
+
+    def count(demand: object) -> object:
+        searched.append(demand)
+        return found
+
+    monkeypatch.setattr(_stats, "_proposal", functools.lru_cache(maxsize=8)(count))
+    for _ in range(3):
+        stagehand_alloc.stats()
+    assert len(searched) == 1
+    _stats.torch_memory_stats(0)
+    assert len(searched) == 1
+
+
+def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, rank in (("3", 3), ("", 0), ("x", 0)):
+        monkeypatch.setenv("RANK", text)
+        assert _steps.rank() == rank
