@@ -38,16 +38,16 @@ def train(accelerator: Accelerator) -> None:
     pool = stagehand_alloc.pool(high=HIGH)
     attached = pool.attach(model)
     data = TensorDataset(torch.randn(8 * ROWS, WIDTH), torch.randint(10, (8 * ROWS,)))
-    prepared = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters()), DataLoader(data, batch_size=ROWS)
-    )
-    model, optimizer, batches = prepared
-    for inputs, labels in batches:
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = DataLoader(data, batch_size=ROWS)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    for step, (inputs, labels) in enumerate(batches):
         with accelerator.accumulate(model):
             loss = model(inputs, labels)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+        accelerator.log(pool.step_stats(), step)  # to its trackers, where there are any
         accelerator.print(f"loss {loss.item():.3f}")
     attached.remove()
     stats, mib = pool.stats(), 1 << 20

@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 from torch import nn
-from trainers import arguments, forget, gpt2, huggingface, kept_and_used, rows, within_a_share
+from trainers import (
+    STEPS,
+    arguments,
+    forget,
+    gpt2,
+    huggingface,
+    kept_and_used,
+    rows,
+    within_a_share,
+)
 from training import leaves_nothing
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import stagehand_alloc
-from stagehand_alloc import ConfigError, SizeError
+from stagehand_alloc import ConfigError, SizeError, StepStats
 from stagehand_alloc.integrations import lightning as for_lightning
 from stagehand_alloc.integrations import torchtune as for_torchtune
 from stagehand_alloc.integrations import transformers as for_transformers
@@ -71,16 +80,22 @@ def test_a_size_in_the_environment_that_cannot_be_stops_a_training_in_words(
     assert callback.pool is None
 
 
-def test_each_log_says_what_was_moved_since_the_one_before(tmp_path: Path) -> None:
+def test_each_log_says_what_the_newest_step_moved_in_the_trainer_s_own_loggers(
+    tmp_path: Path,
+) -> None:
     _, high = within_a_share(lambda _: huggingface(None, tmp_path)[0])
-    callback = for_transformers.StagehandCallback(high=high)
+    steps: list[StepStats] = []
+    callback = for_transformers.StagehandCallback(high=high, on_step=steps.append)
     _, trainer, watching = huggingface(callback, tmp_path)
-    assert callback.pool is not None
-    moved = callback.pool.stats().evicted_bytes
-    name = "stagehand/evicted_bytes"
-    assert sum(log[name] for log in watching.logs) == moved > 0
-    assert sum(log[name] for log in trainer.state.log_history) == moved
-    assert {"stagehand/mapped_peak", "stagehand/overshoot_bytes"} <= watching.logs[0].keys()
+    logs = watching.logs[:STEPS]  # the last one sums the training up
+    newest = [step.numbers() for step in steps[1::2]]  # of two batches to an optimizer step
+    assert len(newest) == len(logs) == STEPS
+    for log, kept, step in zip(logs, trainer.state.log_history, newest, strict=False):
+        told = {name: value for name, value in log.items() if name.startswith("stagehand/")}
+        assert told == {name: step[name.split("/")[1]] for name in told}
+        assert {"stagehand/spill_bytes", "stagehand/mapped_peak"} <= told.keys()
+        assert told["stagehand/spill_bytes"] > 0
+        assert kept.items() >= told.items()
 
 
 class Raises(TrainerCallback):
