@@ -12,7 +12,7 @@ import pytorch_lightning
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import STEPS, Watched, forget, kept_and_used, within_a_share
+from trainers import STEPS, Watched, kept_and_used, within_a_share
 from training import digest, gradients
 
 from stagehand_alloc.integrations import lightning as for_lightning
@@ -105,16 +105,24 @@ def test_lightning_with_the_callback_equals_one_without_inside_the_budget(
 ) -> None:
     expected, high = within_a_share(lambda _: train(pl, None, tmp_path, kind)[0])
     callback = for_lightning.StagehandCallback(high=high)
-    for _ in range(2):  # a second training has a pool of its own
-        forget()
-        actual, trainer = train(pl, callback, tmp_path, kind)
-        assert actual.results() == expected.results()
-        assert kept_and_used(callback.pool, high)
-        assert callback.pool is not None
-        last = callback.pool.step_stats()
-        for name in ("spill_bytes", "mapped_peak", "wall_time_ms"):
-            assert trainer.callback_metrics[f"stagehand/{name}"] == pytest.approx(last[name])
-        del actual, trainer  # with the data of the training
+    actual, trainer = train(pl, callback, tmp_path, kind)
+    assert actual.results() == expected.results()
+    assert kept_and_used(callback.pool, high)
+    assert callback.pool is not None
+    last = callback.pool.step_stats()
+    for name in ("spill_bytes", "mapped_peak", "wall_time_ms"):
+        assert trainer.callback_metrics[f"stagehand/{name}"] == pytest.approx(last[name])
+
+
+@EITHER
+def test_a_second_training_by_lightning_has_a_pool_of_its_own(
+    tmp_path: Path, pl: ModuleType
+) -> None:
+    callback = for_lightning.StagehandCallback(high="64MiB")
+    expected = train(pl, callback, tmp_path)[0]
+    first = callback.pool
+    assert train(pl, callback, tmp_path)[0].results() == expected.results()
+    assert callback.pool is not first
 
 
 @EITHER
