@@ -41,8 +41,8 @@ from stagehand_alloc._errors import TelemetryError as TelemetryError
 from stagehand_alloc._errors import TorchTooOldError as TorchTooOldError
 from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
 from stagehand_alloc._settings.config import Config as Config
-from stagehand_alloc._settings.config import load_config as load_config
 from stagehand_alloc._settings.link import LaneLimits as LaneLimits
+from stagehand_alloc._settings.load import load_config as load_config
 from stagehand_alloc._step.hooks import SavedTensorInfo as SavedTensorInfo
 from stagehand_alloc._step.pool import Pool as Pool
 from stagehand_alloc._step.pool import keep as keep

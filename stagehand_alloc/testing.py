@@ -25,7 +25,7 @@ from stagehand_alloc._built import build as _build
 from stagehand_alloc._built.compiler import Library
 from stagehand_alloc._errors import SimulatorError
 from stagehand_alloc._extension import native
-from stagehand_alloc._settings.config import Size, parse_size
+from stagehand_alloc._settings.sizes import Size, parse_size
 from stagehand_alloc._torch_side import install as _install
 
 _HOST_SYNCHRONOUS = 1  # native/sim/control.hpp: STAGEHAND_SIM_HOST_SYNCHRONOUS

@@ -38,11 +38,11 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def filled(text: str, figures: str) -> str:
+def filled(text: str, figures: str, begin: str = BEGIN, end: str = END) -> str:
     """``text`` with ``figures`` between the two marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + figures + END + after
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + figures + end + after
 
 
 def main() -> int:

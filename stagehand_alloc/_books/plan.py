@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from stagehand_alloc._extension import native
-from stagehand_alloc._settings.config import format_bytes as size
+from stagehand_alloc._settings.sizes import format_bytes as size
 
 
 @dataclasses.dataclass(frozen=True)

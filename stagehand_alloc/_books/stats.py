@@ -6,18 +6,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books.proposal import Proposal, propose_classes
 from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._extension import native
-from stagehand_alloc._settings.config import format_bytes, plain_number, shown
-
-if TYPE_CHECKING:
-    import torch
-
-DeviceLike: TypeAlias = "int | str | torch.device | None"
+from stagehand_alloc._settings.config import DeviceLike
+from stagehand_alloc._settings.sizes import format_bytes, plain_number, shown
 
 _MOST_DEVICES = 64  # native/entry/registry.hpp
 # By the number of core/plan.hpp's PlanState.

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books.stats import PoolStats
-from stagehand_alloc._settings.config import MIB
+from stagehand_alloc._settings.sizes import MIB
 
 
 @dataclass(frozen=True)
@@ -195,69 +196,86 @@ class OpenStep:
     pid: int = field(default_factory=os.getpid)
 
 
-_open: dict[int, OpenStep] = {}  # device -> the one that has begun there
-_last: dict[int, tuple[Callable[[], Owner | None], int]] = {}  # and whose ended there last, when
+class Steps:
+    """The steps of one device: the one that is open, and whose ended last."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._open: deque[OpenStep] = deque(maxlen=1)  # popped by one thread: no lock is needed
+        self._last: tuple[Callable[[], Owner | None], int] | None = None  # its pool, and when
+        _all.append(self)
+
+    def begin(self, step: OpenStep) -> None:
+        """It begins; `end` was called before. Its counts go on from those of its pool's last."""
+        pool, ended_ns = self._last or (None, 0)
+        if pool is None or pool() is not step.owner():
+            _stats.end_step(self._device)  # what came before the pool is not its own
+            ended_ns = time.time_ns()
+        step.began_ns = ended_ns
+        self._open.append(step)
+
+    def left(self, owner: Owner, by_error: bool) -> None:
+        """``owner``'s pool is left: nothing more of its step is passed through."""
+        step = self._of(owner)
+        if step is None:
+            return
+        before = step.passed_before
+        step.passed = {
+            reason: count - before.get(reason, 0)
+            for reason, count in owner._passed_through().items()
+            if count != before.get(reason, 0)
+        }
+        step.left_ns = 0 if by_error else time.time_ns()
+
+    def end(self) -> None:
+        """End the open step, if there is one, and tell its listeners and its pool."""
+        try:
+            step = self._open.pop()
+        except IndexError:
+            return
+        if step.pid != os.getpid():
+            return
+        now = time.time_ns()
+        native = _stats.end_step(self._device)
+        self._last = (step.owner, now)
+        found = StepStats(
+            *(step.number, self._device, rank(), step.mode, native, step.passed, step.gradients),
+            *(step.began_ns, step.left_ns, now),
+        )
+        for listener in step.listeners:
+            listener(found)
+        if (owner := step.owner()) is not None:
+            owner._told(found)
+
+    def end_if_over(self, owner: Owner) -> None:
+        """The same where it is ``owner``'s, it was left, and nothing that was saved is alive."""
+        step = self._of(owner)
+        if step is not None and step.left_ns and not _stats.records(self._device):
+            self.end()
+
+    def forget(self) -> None:
+        """In a forked child: the steps are its parent's."""
+        self._open.clear()
+        self._last = None
+
+    def _of(self, owner: Owner) -> OpenStep | None:
+        step = self._open[-1] if self._open else None
+        return step if step is not None and step.owner() is owner else None
 
 
-def begin(device: int, step: OpenStep) -> None:
-    """It begins; `end` was called before. Its counts go on from those of its pool's last one."""
-    of, ended_ns = _last.get(device, (None, 0))
-    if of is None or of() is not step.owner():
-        _stats.end_step(device)  # what came before the pool is not its own
-        ended_ns = time.time_ns()
-    step.began_ns = ended_ns
-    _open[device] = step
-
-
-def left(device: int, owner: Owner, by_error: bool) -> None:
-    """``owner``'s pool is left: nothing more of its step is passed through."""
-    step = _open.get(device)
-    if step is None or step.owner() is not owner:
-        return
-    before = step.passed_before
-    step.passed = {
-        reason: count - before.get(reason, 0)
-        for reason, count in owner._passed_through().items()
-        if count != before.get(reason, 0)
-    }
-    step.left_ns = 0 if by_error else time.time_ns()
-
-
-def end(device: int) -> None:
-    """End the open step of ``device``, if there is one, and tell its listeners and its pool."""
-    step = _open.pop(device, None)
-    if step is None or step.pid != os.getpid():
-        return
-    now = time.time_ns()
-    native = _stats.end_step(device)
-    _last[device] = (step.owner, now)
-    found = StepStats(
-        *(step.number, device, rank(), step.mode, native, step.passed, step.gradients),
-        *(step.began_ns, step.left_ns, now),
-    )
-    for listener in step.listeners:
-        listener(found)
-    if (owner := step.owner()) is not None:
-        owner._told(found)
-
-
-def end_if_over(device: int, owner: Owner) -> None:
-    """The same where it is ``owner``'s, it was left, and nothing that was saved is alive."""
-    step = _open.get(device)
-    if step is not None and step.left_ns and step.owner() is owner and not _stats.records(device):
-        end(device)
+_all: list[Steps] = []  # of every device; only added to
 
 
 def end_all() -> None:
     """End every step: the process ends."""
-    for device in list(_open):
-        end(device)
+    for steps in _all:
+        steps.end()
 
 
 def forget() -> None:
-    """In a forked child: the steps are its parent's."""
-    _open.clear()
-    _last.clear()
+    """In a forked child."""
+    for steps in _all:
+        steps.forget()
 
 
 def rank() -> int:

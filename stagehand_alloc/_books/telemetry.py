@@ -24,7 +24,7 @@ from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books.proposal import Proposal
 from stagehand_alloc._books.steps import StepStats
 from stagehand_alloc._errors import TelemetryError
-from stagehand_alloc._settings.config import MIB, format_bytes, shown
+from stagehand_alloc._settings.sizes import MIB, format_bytes, shown
 from stagehand_alloc._tell import warn
 
 V0_FIELDS = (

@@ -6,7 +6,6 @@ pack and unpack ask torch through Python, which takes about five times as long; 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from pathlib import Path
 
@@ -53,6 +52,8 @@ def outlook() -> str:
 
 
 def _load() -> str:
+    import ctypes
+
     import torch
 
     try:

@@ -29,8 +29,7 @@ import stagehand_alloc
 from stagehand_alloc._cli.demo_gpt import GPT, Shape, parameter_count
 from stagehand_alloc._errors import ModeError
 from stagehand_alloc._extension import native
-from stagehand_alloc._torch_side import modes as _modes
-from stagehand_alloc._torch_side.modes import Mode
+from stagehand_alloc._settings.config import MODES, Mode
 
 MIB = 1 << 20
 CORPUS_BYTES = 4 * MIB
@@ -113,7 +112,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--mode",
-        choices=_modes.MODES,
+        choices=MODES,
         default="allocator",
         help="the process allocator, whose budget is exact, or torch's own (default: allocator)",
     )

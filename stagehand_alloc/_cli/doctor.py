@@ -18,12 +18,12 @@ from stagehand_alloc._built import tensors as _tensors
 from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._errors import StagehandError
 from stagehand_alloc._extension import native
-from stagehand_alloc._settings.config import format_bytes
 from stagehand_alloc._settings.host_memory import (
     available_host_bytes,
     default_host_limit,
     local_ranks,
 )
+from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._step import proofs as _recompute
 
 

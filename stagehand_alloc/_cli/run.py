@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagehand_alloc._errors import StagehandError
-from stagehand_alloc._settings.config import NODES, Size
-from stagehand_alloc._settings.config import format_bytes as size
+from stagehand_alloc._settings.config import NODES
 from stagehand_alloc._settings.environment import number
+from stagehand_alloc._settings.sizes import Size
+from stagehand_alloc._settings.sizes import format_bytes as size
 
 if TYPE_CHECKING:
     from stagehand_alloc._step.pool import Pool

@@ -6,10 +6,13 @@ anything. `_settings.config` has what is in a file.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 from stagehand_alloc._errors import ConfigError
-from stagehand_alloc._settings.config import NODES, Size, parse_size, shown
+from stagehand_alloc._settings.config import NODES, Config
+from stagehand_alloc._settings.sizes import Size, read_size, shown
 
 PREFIX = "STAGEHAND_ALLOC_"
 _RECOMPUTE: dict[str, bool | str] = {
@@ -19,23 +22,23 @@ _RECOMPUTE: dict[str, bool | str] = {
 }
 
 
-def size(name: str) -> Size | None:
-    """The size in ``STAGEHAND_ALLOC_<NAME>``; None where it is not set. Raises SizeError."""
+def filled(config: Config) -> Config:
+    """``config``, with what it leaves open as the environment says. Raises what Config does."""
+    said: dict[str, Any] = {
+        **{name: _size(name) for name in ("high", "low", "limit")},
+        **{name: _read(name)[1] for name in ("mode", "telemetry")},
+        "recompute": _recompute(),
+    }
+    open_ = {k: v for k, v in said.items() if v is not None and getattr(config, k) is None}
+    return dataclasses.replace(config, **open_) if open_ else config
+
+
+def _size(name: str) -> Size | None:
     variable, text = _read(name)
-    if text is None:
-        return None
-    found = number(text)
-    parse_size(found, 1 << 40, variable)  # its bounds need the device
-    return found
+    return None if text is None else read_size(number(text), variable)
 
 
-def text(name: str) -> str | None:
-    """What ``STAGEHAND_ALLOC_<NAME>`` says; None where it is not set or empty."""
-    return _read(name)[1]
-
-
-def recompute() -> bool | str | None:
-    """``STAGEHAND_ALLOC_RECOMPUTE``: yes, no or nodes; None where not set. Raises ConfigError."""
+def _recompute() -> bool | str | None:
     variable, found = _read("recompute")
     if found is None:
         return None

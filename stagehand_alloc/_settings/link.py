@@ -6,7 +6,8 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
-from stagehand_alloc._settings.config import Config, Size, parse_inflight, parse_piece, parse_rate
+from stagehand_alloc._settings.config import Config
+from stagehand_alloc._settings.sizes import Size, parse_inflight, parse_piece, parse_rate
 
 
 class Unchanged(enum.Enum):
@@ -45,6 +46,7 @@ class LaneLimits:
             config.max_inflight_h2d,
             config.d2h_bytes_per_second,
             config.h2d_bytes_per_second,
+            config.piece,
         )
 
     def changed(

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
-from stagehand_alloc._settings.config import shown
+from stagehand_alloc._settings.sizes import shown
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
-from stagehand_alloc._settings.config import NODES, shown
+from stagehand_alloc._settings.config import NODES
+from stagehand_alloc._settings.sizes import shown
 from stagehand_alloc._step import regions as _regions
 from stagehand_alloc._tell import warn
 

@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import gc
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
 from stagehand_alloc._books import stats as _stats
-from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
-from stagehand_alloc._books.stats import DeviceLike, PoolStats
-from stagehand_alloc._books.steps import Listener, StepStats
+from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._books.steps import Listener, OpenStep, StepStats
 from stagehand_alloc._errors import (
     ConfigError,
     DriverError,
     NestedPoolError,
     PoolError,
     PoolThreadError,
-    SizeError,
 )
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings import environment
-from stagehand_alloc._settings.config import (
-    NODES,
-    UNLIMITED,
-    Budget,
-    Config,
-    Size,
-    format_bytes,
-    load_config,
-    parse_size,
-    plain_number,
-    resolve_budget,
-    shown,
-)
+from stagehand_alloc._settings.budget import Budget
+from stagehand_alloc._settings.config import NODES, Config, DeviceLike, Mode, check_mode
 from stagehand_alloc._settings.link import UNCHANGED, LaneLimits, Unchanged
-from stagehand_alloc._step import trouble as _trouble
+from stagehand_alloc._settings.load import load_config
+from stagehand_alloc._settings.sizes import UNLIMITED, Size, format_bytes, read_size, shown
+from stagehand_alloc._step.device import Device, process
+from stagehand_alloc._step.entry import Entry, Exit, in_this_thread, remove_hooks, taken_exit
 from stagehand_alloc._step.module_names import ModuleWatch
-from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 
@@ -57,69 +46,6 @@ if TYPE_CHECKING:
     from stagehand_alloc._step.marks import Marks
 
     KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
-
-_registry_lock = threading.Lock()
-_active: dict[int, _Entry] = {}  # device -> the entry of a pool there; guarded by _registry_lock
-# device -> the pool entered there last: what runs after its `with` is its still. Same lock.
-_latest: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
-_checksummed: set[int] = set()  # devices where a pool asked for checksums; same lock
-_pinned: tuple[Any, ...] | None = None  # what the pinned pool was last configured with; same lock
-# .entry: the pool this thread is inside; .exit: what `_Exit` gave out last, weakly
-_in_this_thread = threading.local()
-_warned: set[str] = set()
-
-
-@dataclasses.dataclass(eq=False)
-class _Entry:
-    """A pool that was entered, and what has to be undone.
-
-    A KeyboardInterrupt may come between any two steps of entering and leaving, `__exit__`'s first
-    included. So whatever is there may have been left half done: undoing is right at any moment and
-    any number of times, and the next entry undoes what it finds `over`.
-    """
-
-    pool: Pool
-    device: int
-    thread: int
-    lasts: weakref.ref[Any] | None  # dead once the `with` is over; None: not entered by a `with`
-    entered: bool = False
-    left: bool = False
-    hooked: bool = False
-    allocating: Generator[None, None, None] | None = None
-
-    def over(self) -> bool:
-        """Whether nobody is inside any more, though nobody may have said so."""
-        if self.lasts is not None and self.lasts() is None:
-            return True
-        return self.thread == threading.get_ident() and (self.left or not self.entered)
-
-    def surely_inside(self) -> bool:
-        """Not over, and no uncollected traceback makes it look so: what an ExitStack leaves."""
-        if not self.over():
-            gc.collect()
-        return not self.over()
-
-
-class _Exit:
-    """``Pool.__exit__``, of which every `with` has an object of its own.
-
-    A `with` holds it until it is over, however it ends: interrupted, it leaves no other trace.
-    """
-
-    def __get__(self, pool: Pool | None, owner: type[Pool]) -> Callable[..., None]:
-        made = (
-            functools.partial(owner._exit) if pool is None else functools.partial(owner._exit, pool)
-        )
-        _in_this_thread.exit = weakref.ref(made)
-        return made
-
-
-def _taken_exit(pool: Pool) -> weakref.ref[Any] | None:
-    """What the `with` that is entering ``pool`` on this thread holds; None where none is."""
-    found: weakref.ref[Any] | None = getattr(_in_this_thread, "exit", None)
-    _in_this_thread.exit = None
-    made = None if found is None else found()
-    return found if made is not None and made.args in ((), (pool,)) else None
 
 
 class Pool:
@@ -133,37 +59,31 @@ class Pool:
     def __init__(
         self,
         config: Config,
-        sizes: tuple[Size | None, Size | None, Size | None],
-        keep: KeepPredicate | None,
-        device: DeviceLike,
-        mode: _modes.Mode | None = None,
+        keep: KeepPredicate | None = None,
         marks: Marks | None = None,
         on_step: Listener | None = None,
     ) -> None:
-        self._mode_asked = mode
+        self._mode_asked = check_mode(config.mode)
         self._on_step = on_step
         self._steps = 0  # that have begun
         self._last_step: StepStats | None = None  # that has ended
         self._marks = marks
-        self._mode: _modes.Mode | None = None  # known from the first entry on
+        self._mode: Mode | None = None  # known from the first entry on
         self._mem_pools: list[Any] = []  # one at most
         self._config = config
-        self._sizes = sizes
         self._keep = keep
-        self._device_asked = device
-        self._device: int | None = None  # known from the first entry on
+        self._device: Device | None = None  # known from the first entry on
         self._budget: Budget | None = None
-        self._limits = LaneLimits.of(config)  # guarded by _registry_lock
+        self._limits = LaneLimits.of(config)  # guarded by the device's lock, once there is one
         self._hooks: Any = None
         self._watch = ModuleWatch()
         self._start = PoolStats()
-        self._entry: _Entry | None = None
+        self._entry: Entry | None = None  # guarded by the device's lock
 
     def __repr__(self) -> str:
-        high, low, limit = self._sizes
-        if (budget := self._budget) is not None:
-            high, low, limit = map(format_bytes, (budget.high, budget.low, budget.limit))
-        where = "not entered yet" if self._device is None else f"device {self._device}"
+        sizes: Config | Budget = self._budget or self._config
+        high, low, limit = map(_shown, (sizes.high, sizes.low, sizes.limit))
+        where = "not entered yet" if self._device is None else f"device {self._device.index}"
         inside = ", entered" if self._entry is not None else ""
         return f"<Pool high={high} low={low} limit={limit} mode={self._mode}, {where}{inside}>"
 
@@ -173,9 +93,9 @@ class Pool:
         The device that is current now may not be the one at the first entry, which is the pool's.
         """
         if self._config.enabled and _install.is_installed():
-            resolve_budget(*self._sizes, self._look_at_device()[1])
-            if _pinned is None:
-                self._configure_pinned()
+            self._config.budget(self._look_at_device()[1])
+            if not process.has_host_memory():
+                self._configure_host_memory()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
@@ -184,10 +104,7 @@ class Pool:
         """
         return _again, (
             self._config,
-            self._sizes,
             self._keep,
-            self._device_asked,
-            self._mode_asked,
             self._limits,
             self._on_step,
         )
@@ -202,12 +119,12 @@ class Pool:
         import torch
 
         _install.require_torch(torch)
-        lasts = _taken_exit(self)
+        lasts = taken_exit(self)
         _driver.check_process()
         mode = _modes.resolve(self._mode_asked)
         entry, budget = self._claim(lasts)
         try:
-            _steps.end(entry.device)
+            entry.device.steps.end()
             self._arm(entry, budget, mode)
             entry.entered = True
         except BaseException:
@@ -238,7 +155,7 @@ class Pool:
             )
         self._release(entry, inner=kind is not None)
         if kind is None:
-            _steps.end_if_over(entry.device, self)
+            entry.device.steps.end_if_over(self)
 
     if TYPE_CHECKING:
 
@@ -249,7 +166,7 @@ class Pool:
             trace: TracebackType | None,
         ) -> None: ...
     else:
-        __exit__ = _Exit()
+        __exit__ = Exit()
 
     def attach(self, model: nn.Module) -> Attached:
         """Have ``model``'s own forward enter and leave the pool: for trainers that call it.
@@ -267,7 +184,7 @@ class Pool:
         """The device's books; counters since this pool was first entered. Waits for no GPU work."""
         if self._device is None:
             return PoolStats()
-        found = _stats.stats(self._device).since(self._start)
+        found = _stats.stats(self._device.index).since(self._start)
         found = dataclasses.replace(found, mode=self._mode or "", trigger=_modes.trigger().state)
         return _stats.with_passed_through(found, self._passed_through())
 
@@ -281,7 +198,7 @@ class Pool:
         What is asked for again is the same. Waits for no GPU work.
         """
         if self._device is not None:
-            _steps.end_if_over(self._device, self)
+            self._device.steps.end_if_over(self)
         return {} if self._last_step is None else self._last_step.numbers()
 
     def _told(self, step: StepStats) -> None:
@@ -295,7 +212,7 @@ class Pool:
         ``print(pool.plan())`` is a table. For people: it takes some milliseconds of the host, and
         waits for no GPU work. Empty before a step has been learned.
         """
-        return _plan.read(-1 if self._device is None else self._device)
+        return _plan.read(-1 if self._device is None else self._device.index)
 
     @property
     def mem_pool(self) -> Any:
@@ -334,7 +251,8 @@ class Pool:
         Returns the limits now in force. Raises ConfigError, SizeError, or DriverError; then nothing
         has changed.
         """
-        with _registry_lock:
+        device = self._device
+        with contextlib.nullcontext() if device is None else device.lock:
             wanted = self._limits.changed(
                 max_inflight_d2h,
                 max_inflight_h2d,
@@ -342,9 +260,9 @@ class Pool:
                 h2d_bytes_per_second,
                 piece,
             )
-            if self._device is not None and _latest.get(self._device) is self:
+            if device is not None and device.is_latest(self):
                 _driver.check_process()
-                _set_lane_limits(native, self._device, wanted)
+                _set_lane_limits(device.index, wanted)
             self._limits = wanted
             return wanted
 
@@ -354,20 +272,15 @@ class Pool:
         What saved tensors are in stays, and what a copy still uses. The next eviction may have to
         pin again, which is slow: for the end of training, or a long pause. Raises SizeError.
         """
-        kept = 0 if _is_zero(keep) else min(parse_size(keep, None, "keep"), UNLIMITED)
-        if self._device is None or not native.device_open(self._device):
+        kept = min(int(read_size(keep, "keep", shares=False, zero=True)), UNLIMITED)
+        if self._device is None or not native.device_open(self._device.index):
             return 0
-        return int(native.release_pinned(self._device, kept))
+        return int(native.release_pinned(self._device.index, kept))
 
-    def _configure_pinned(self) -> None:
-        """Set up the pinned pool, once for the process and again where the settings differ."""
-        global _pinned
+    def _configure_host_memory(self) -> None:
         config = self._config
         wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
-        with _registry_lock:
-            if _pinned != wanted:
-                # While tensors of an earlier step use the slabs: the next entry tries again.
-                _pinned = wanted if native.configure_pinned(*self._host_memory) else None
+        process.configure_host_memory(wanted, lambda: self._host_memory)
 
     @functools.cached_property
     def _host_memory(self) -> tuple[list[int], list[int], int, bool, list[int], int]:
@@ -382,38 +295,28 @@ class Pool:
             self._config.first_share(),
         )
 
-    def _configure_lanes(self, native: Any, device: int) -> None:
-        """This pool's limits and checksums, in place of those of the pool before it."""
-        checksums = self._config.debug_checksums
-        with _registry_lock:
-            _set_lane_limits(native, device, self._limits)
-            _latest[device] = self
-            if checksums or device in _checksummed:
-                native.set_checksums(device, checksums)
-                (_checksummed.add if checksums else _checksummed.discard)(device)
-
     def _look_at_device(self) -> tuple[int, int]:
         """The device that is meant as things stand, and its bytes."""
-        device = _stats.device_index(self._device_asked)
+        device = _stats.device_index(self._config.device)
         if _install.is_simulated():
             device = 0  # where its tensors are
         return device, _driver.require_virtual_memory(device).total
 
-    def _resolve(self) -> tuple[int, Budget]:
+    def _resolve(self) -> tuple[Device, Budget]:
         """Device and budget, worked out once, at the first entry. Raises SizeError."""
         if self._device is None or self._budget is None:
             if not _install.is_installed():
                 _driver.start()
                 _start_torch()
-            device, total = self._look_at_device()
-            self._start = _stats.read(device)
-            self._budget = resolve_budget(*self._sizes, total)
-            self._device = device
+            index, total = self._look_at_device()
+            self._start = _stats.read(index)
+            self._budget = self._config.budget(total)
+            self._device = process.device(index)
         return self._device, self._budget
 
-    def _claim(self, lasts: weakref.ref[Any] | None) -> tuple[_Entry, Budget]:
+    def _claim(self, lasts: weakref.ref[Any] | None) -> tuple[Entry, Budget]:
         """Take this thread and the device for this pool, from whoever is over."""
-        outer: _Entry | None = getattr(_in_this_thread, "entry", None)
+        outer: Entry | None = getattr(in_this_thread, "entry", None)
         if outer is not None:
             if outer.surely_inside():
                 raise NestedPoolError(
@@ -423,53 +326,43 @@ class Pool:
                     "step.",
                 )
             outer.pool._release(outer)
-        with _registry_lock:
-            device, budget = self._resolve()
-            others = [other for other in (self._entry, _active.get(device)) if other is not None]
-        for other in others:
-            if not other.surely_inside():
+        device, budget = self._resolve()
+        for other in (self._entry, device.entry):
+            if other is not None and not other.surely_inside():
                 other.pool._release(other)
-        entry = _Entry(self, device, threading.get_ident(), lasts)
-        with _registry_lock:
-            if self._entry is not None:
-                raise PoolThreadError(
-                    "A pool was entered on two threads at once "
-                    f"(thread {self._entry.thread} is inside).",
-                    "Use one pool per device, on the one thread that runs forward there.",
-                )
-            if device in _active:
-                raise PoolThreadError(
-                    f"Device {device} has a pool entered on another thread "
-                    f"({_active[device].thread}) already.",
-                    "Use one pool per device, on the one thread that runs forward there.",
-                )
-            _in_this_thread.entry = entry
-            self._entry = entry
-            _active[device] = entry
+        entry = Entry(self, device, threading.get_ident(), lasts)
+        in_this_thread.entry = entry  # first: an interrupt from here on is mended by the next entry
+        try:
+            device.take(entry)
+        except PoolThreadError:
+            in_this_thread.entry = None
+            raise
         return entry, budget
 
-    def _arm(self, entry: _Entry, budget: Budget, mode: _modes.Mode) -> None:
-        device = entry.device
+    def _arm(self, entry: Entry, budget: Budget, mode: Mode) -> None:
+        device = entry.device.index
         self._mode = mode
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
-        self._configure_pinned()
-        self._configure_lanes(native, device)
-        self._begin_step(device, mode)
+        self._configure_host_memory()
+        entry.device.begin(
+            self, lambda: _set_lane_limits(device, self._limits), self._config.debug_checksums
+        )
+        self._begin_step(entry.device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
         self._enter_hooks(entry)
 
-    def _begin_step(self, device: int, mode: _modes.Mode) -> None:
+    def _begin_step(self, device: Device, mode: Mode) -> None:
         import torch
 
-        listeners: tuple[Listener, ...] = (_trouble.look,)
-        if self._config.telemetry_enabled:
-            listeners = (_telemetry.writer_of(self._config.telemetry_file).listen, *listeners)
+        listeners: tuple[Listener, ...] = (device.trouble.look,)
+        if (path := self._config.telemetry_path) is not None:
+            listeners = (_telemetry.writer_of(path).listen, *listeners)
         self._steps += 1
-        step = _steps.OpenStep(
+        step = OpenStep(
             self._steps,
             mode,
             torch.is_grad_enabled(),
@@ -477,9 +370,9 @@ class Pool:
             listeners,
             self._passed_through(),
         )
-        _steps.begin(device, step)
+        device.steps.begin(step)
 
-    def _release(self, entry: _Entry, inner: bool = False) -> None:
+    def _release(self, entry: Entry, inner: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
 
         It is forgotten last: interrupted, the next entry begins again. ``inner``: an error ended
@@ -487,7 +380,7 @@ class Pool:
         """
         entry.left = True
         if entry.hooked and entry.thread == threading.get_ident():
-            _remove_hooks(inner)
+            remove_hooks(inner)
             native.Hooks.end_step()
             if self._marks is not None:
                 self._marks.leave()
@@ -495,30 +388,23 @@ class Pool:
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
-            _steps.left(entry.device, self, by_error=inner)
+            entry.device.steps.left(self, by_error=inner)
         if entry.allocating is not None:
             entry.allocating.close()
-        if _active.get(entry.device) is entry:
-            native.clear_budget(entry.device)
-        self._give_up(entry)
+        if entry.device.entry is entry:
+            native.clear_budget(entry.device.index)
+        entry.device.give_up(entry)
+        if getattr(in_this_thread, "entry", None) is entry:
+            in_this_thread.entry = None
 
-    def _give_up(self, entry: _Entry) -> None:
-        with _registry_lock:
-            if _active.get(entry.device) is entry:
-                del _active[entry.device]
-            if self._entry is entry:
-                self._entry = None
-        if getattr(_in_this_thread, "entry", None) is entry:
-            _in_this_thread.entry = None
-
-    def _enter_torch(self, entry: _Entry) -> None:
+    def _enter_torch(self, entry: Entry) -> None:
         """Allocate from a MemPool of ours, in the mode of that name."""
         if self._mode == "mempool":
-            _modes.fill(self._mem_pools, self, entry.device)
-            entry.allocating = _modes.allocating_from(self.mem_pool, entry.device)
+            _modes.fill(self._mem_pools, self, entry.device.index)
+            entry.allocating = _modes.allocating_from(self.mem_pool, entry.device.index)
             next(entry.allocating)
 
-    def _enter_hooks(self, entry: _Entry) -> None:
+    def _enter_hooks(self, entry: Entry) -> None:
         from torch._C import _autograd
 
         from stagehand_alloc._built import tensors as _tensors
@@ -529,11 +415,11 @@ class Pool:
             _tensors.load(self._config.build_trigger)
             if self._config.recompute:
                 _recompute.load(self._config.build_trigger)
-            proofs = _recompute.proofs_of(entry.device)
-            self._hooks = _hooks.make_hooks(self._device, self._keep, self._watch, proofs)
+            device = entry.device
+            self._hooks = _hooks.make_hooks(device.index, self._keep, self._watch, device.proofs)
         recompute = self._config.recompute
         if recompute:
-            _recompute.proofs_of(entry.device).collect()
+            entry.device.proofs.collect()
         self._hooks.begin_step(bool(recompute), bool(recompute) and _recompute.sharded())
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
@@ -570,8 +456,8 @@ def pool(
         mode: "allocator", the process allocator, which is the default where it is installed;
             "native", torch's own caching allocator as it is, which is the default elsewhere;
             "mempool", the same with a torch.cuda.MemPool of ours around the `with`.
-        config: further settings: a Config, a dict, or a file for `load_config`. The arguments
-            here win over it.
+        config: the same and further settings: a Config, a dict, or a file for `load_config`. The
+            arguments here win over it.
         keep: called with a SavedTensorInfo for each saved tensor; True leaves it on the GPU.
         recompute: drop what is sooner made again than moved. "nodes": what autograd's own nodes can
             make, such as the output of a gelu. Modules, such as ``model.layers``, or the model,
@@ -585,75 +471,54 @@ def pool(
             `Pool.step_stats` asked. On that thread; what it raises is raised there.
         device: default: the current CUDA device.
 
-    What is left out may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW, _LIMIT, _MODE, and,
-    where no config is given, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
+    What neither these nor the config say may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW,
+    _LIMIT, _MODE, _RECOMPUTE (yes, no, nodes) and _TELEMETRY (a file).
 
     Raises SizeError and ConfigError for settings that cannot be, ModeError for a mode that is not
     available. The device's own size is checked here once the allocator is installed, and at the
     ``with`` at the latest.
     """
-    known_mode = _modes.check(environment.text("mode") if mode is None else mode)
-    if keep is not None and not callable(keep):
-        raise ConfigError(
-            f"keep={keep!r} cannot be called.",
-            "Give a function that takes a SavedTensorInfo and returns a bool.",
-        )
-    if on_step is not None and not callable(on_step):
-        raise ConfigError(
-            f"on_step={shown(on_step)} cannot be called.", "Give a function that takes a StepStats."
-        )
-    if telemetry is None and config is None:
-        telemetry = environment.text("telemetry")
-    settings = _settings(config, telemetry)
-    if recompute is None and config is None:
-        recompute = environment.recompute()
+    for name, function in (("keep", keep), ("on_step", on_step)):
+        if function is not None and not callable(function):
+            what = {"keep": "SavedTensorInfo and returns a bool", "on_step": "StepStats"}[name]
+            raise ConfigError(
+                f"{name}={shown(function)} cannot be called.",
+                f"Give a function that takes a {what}.",
+            )
+    settings = (
+        config if isinstance(config, Config) else load_config({} if config is None else config)
+    )
+    given: dict[str, Any] = {"high": high, "low": low, "limit": limit, "mode": mode}
+    given |= {"telemetry": telemetry, "device": device}
     marks = None
     if isinstance(recompute, bool) or (isinstance(recompute, str) and recompute == NODES):
-        settings = dataclasses.replace(settings, recompute=recompute)
+        given["recompute"] = recompute
     elif recompute is not None:
         from stagehand_alloc._step import marks as _marks
 
         marks = _marks.Marks(_marks.modules_of(recompute))
-        settings = dataclasses.replace(settings, recompute=NODES)
-    if settings.recompute is True:
-        from stagehand_alloc._step import marks as _marks
-
-        marks = _marks.Marks.found()
-    sizes = (
-        _size(high, settings.high, "high"),
-        _size(low, settings.low, "low"),
-        _size(limit, None, "limit"),
-    )
-    for name, size in zip(("high", "low", "limit"), sizes, strict=True):
-        if size is not None:
-            parse_size(size, 1 << 40, name)  # readable at all: its bounds need the device
-    _check_order(*sizes)
-    made = Pool(settings, sizes, keep, device, known_mode, marks, on_step)
+        given["recompute"] = NODES
+    said = {name: value for name, value in given.items() if value is not None}
+    settings = environment.filled(dataclasses.replace(settings, **said))
+    made = Pool(settings, keep, marks or _marks_found(settings), on_step)
     made._prepare()
     return made
 
 
-def _size(given: Size | None, configured: Size | None, name: str) -> Size | None:
-    """What was given, else the config's, else the environment's."""
-    if given is not None:
-        return cast("Size", plain_number(given))
-    return environment.size(name) if configured is None else configured
+def _marks_found(config: Config) -> Marks | None:
+    """Those that a pool finds by itself, where it is to."""
+    if config.recompute is not True:
+        return None
+    from stagehand_alloc._step import marks as _marks
+
+    return _marks.Marks.found()
 
 
 def _again(
-    config: Config,
-    sizes: tuple[Size | None, Size | None, Size | None],
-    keep: KeepPredicate | None,
-    device: DeviceLike,
-    mode: _modes.Mode | None,
-    limits: LaneLimits,
-    on_step: Listener | None = None,
+    config: Config, keep: KeepPredicate | None, limits: LaneLimits, on_step: Listener | None
 ) -> Pool:
     """A pool as `Pool.__reduce__` names it; nothing is opened, whichever machine this is."""
-    from stagehand_alloc._step import marks as _marks
-
-    marks = _marks.Marks.found() if config.recompute is True else None
-    made = Pool(config, sizes, keep, device, mode, marks, on_step)
+    made = Pool(config, keep, _marks_found(config), on_step)
     made._limits = limits
     return made
 
@@ -669,49 +534,8 @@ def keep(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _settings(
-    config: Config | dict[str, Any] | str | Path | None, telemetry: bool | str | Path | None
-) -> Config:
-    settings = (
-        config if isinstance(config, Config) else load_config({} if config is None else config)
-    )
-    if isinstance(telemetry, bool):
-        settings = dataclasses.replace(settings, telemetry_enabled=telemetry)
-    elif telemetry is not None:
-        if not isinstance(telemetry, str | Path):
-            raise ConfigError(
-                f"telemetry={shown(telemetry)} is a {type(telemetry).__name__}, not a path.",
-                "Give the path of the file to write, or True for the one in the settings.",
-            )
-        settings = dataclasses.replace(
-            settings, telemetry_enabled=True, telemetry_file=str(telemetry)
-        )
-    unused = [name for name in settings.without_effect() if name not in _warned]
-    if unused:
-        _warned.update(unused)
-        warn(f"These settings have no effect in this version: {', '.join(unused)}.")
-    return settings
-
-
-def _remove_hooks(inner: bool) -> None:
-    """Take our hooks off this thread's stack, also from below those of others.
-
-    ``inner``: those of torch's checkpoint above ours go too. A region that is interrupted between
-    any two steps may leave one pair of hooks too many, and each exit takes whichever is on top.
-    """
-    from torch._C import _autograd
-
-    hooks = native.Hooks
-    others = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        _autograd._pop_saved_tensors_default_hooks()
-        if isinstance(getattr(top[0], "__self__", None), hooks):
-            break
-        name = getattr(top[0], "__qualname__", "")
-        if not (inner and name.startswith("_checkpoint_hook.")):
-            others.append(top)
-    for pack, unpack in reversed(others):
-        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+def _shown(size: Size | None) -> str:
+    return format_bytes(size) if isinstance(size, int) else str(size)
 
 
 def _start_torch() -> None:
@@ -721,26 +545,7 @@ def _start_torch() -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]
 
 
-def _is_zero(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size == 0
-
-
-def _check_order(high: Size | None, low: Size | None, limit: Size | None) -> None:
-    """low <= high <= limit, for the pairs that need no device to be compared."""
-    for small_name, small, large_name, large in (
-        ("low", low, "high", high),
-        ("high", high, "limit", limit),
-    ):
-        if small is None or large is None or isinstance(small, float) != isinstance(large, float):
-            continue
-        if parse_size(small, 1 << 40) > parse_size(large, 1 << 40):
-            raise SizeError(
-                f"{small_name}={small!r} is above {large_name}={large!r}.",
-                f"Lower {small_name} or raise {large_name}: low <= high <= limit.",
-            )
-
-
-def _set_lane_limits(native: Any, device: int, limits: LaneLimits) -> None:
+def _set_lane_limits(device: int, limits: LaneLimits) -> None:
     if not native.set_lane_limits(device, *limits.for_native()):
         raise DriverError(
             f"The driver refused the page of pinned memory that rates need on device {device}.",

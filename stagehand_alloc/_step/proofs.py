@@ -6,7 +6,6 @@ had, everything is moved as without it; nothing here raises.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,14 +142,6 @@ class Proofs:
             )
 
 
-_proofs: dict[int, Proofs] = {}  # by device
-
-
-def proofs_of(device: int) -> Proofs:
-    """The device's."""
-    return _proofs.setdefault(device, Proofs(device))
-
-
 def sharded() -> bool:
     """Whether weights may be away between their uses, as with FSDP and ZeRO: there are ranks."""
     from torch import distributed
@@ -159,6 +150,8 @@ def sharded() -> bool:
 
 
 def _load() -> str:
+    import ctypes
+
     try:
         _, loaded = _build.load(LIBRARY)
         table = loaded.stagehand_recipe_side

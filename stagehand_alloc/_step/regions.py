@@ -19,7 +19,7 @@ from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._extension import native
-from stagehand_alloc._step import pool as _pool
+from stagehand_alloc._step.entry import in_this_thread
 from stagehand_alloc._tell import warn
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _hooks_here() -> tuple[Any, int] | None:
     """The hooks and device of the pool that this thread is in, where regions can be taken over."""
     import torch
 
-    entry: Any = getattr(_pool._in_this_thread, "entry", None)
+    entry: Any = getattr(in_this_thread, "entry", None)
     if entry is None or not entry.hooked or entry.left or not torch.is_grad_enabled():
         return None
     # Inside a re-run they stay hidden, as they were in the first run.
@@ -134,7 +134,7 @@ def _hooks_here() -> tuple[Any, int] | None:
     unusual = torch._C._len_torch_dispatch_stack() > 0 or not _autograd_hooks_enabled()
     if unusual or torch._C._are_functorch_transforms_active() or not _works():
         return None
-    return entry.pool._hooks, entry.device
+    return entry.pool._hooks, entry.device.index
 
 
 def _autograd_hooks_enabled() -> bool:

@@ -8,36 +8,45 @@ from collections.abc import Callable
 
 from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._books.steps import StepStats
-from stagehand_alloc._settings.config import format_bytes
+from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._tell import slow, warn
 
 _LONG_NS = 2_000_000_000
-_told: set[tuple[str, int, int]] = set()  # what, device, and the setting or size it is of
 
 
-def look(step: StepStats) -> None:
-    """Warn of what went wrong in a step, once each."""
-    found = step.native
-    if found.get("overshoot_live", 0) > found.get("high", 0):
-        _once(("budget", step.device, found["high"]), _budget_text, step)
-    if found.get("pageable_copies", 0):
-        _once(("pinned", step.device, found["pinned_bytes"]), _pinned_text, step)
-    if step.gradients and step.left_ns and not found.get("activations_saved", 0):
-        others = step.passed_through.get("foreign_storage", 0)
-        if others and others == sum(step.passed_through.values()):
-            _once(("foreign", step.device, 0), _foreign_text, step)
-        elif not step.passed_through and found.get("occupied_peak", 0) > found.get("low", 0):
-            _once(("silent", step.device, 0), _silent_text, step)
-    if found.get("pinning_wait_ns", 0) > _LONG_NS and ("slow", step.device, 0) not in _told:
-        _told.add(("slow", step.device, 0))
-        took = found["pinning_wait_ns"] / 1e9
-        slow(f"a step waited {took:.0f} s for host memory to be pinned; such steps do not again")
+class Trouble:
+    """What one device was told of: each once."""
 
+    def __init__(self) -> None:
+        self._told: set[tuple[str, int]] = set()  # what, and the setting or size it is of
 
-def _once(what: tuple[str, int, int], text: Callable[[PoolStats], str], step: StepStats) -> None:
-    if what not in _told:
-        _told.add(what)
-        warn(text(step.counted))
+    def look(self, step: StepStats) -> None:
+        """Tell of what went wrong in a step."""
+        found = step.native
+        if found.get("overshoot_live", 0) > found.get("high", 0):
+            self._warn("budget", found["high"], _budget_text, step)
+        if found.get("pageable_copies", 0):
+            self._warn("pinned", found["pinned_bytes"], _pinned_text, step)
+        if step.gradients and step.left_ns and not found.get("activations_saved", 0):
+            others = step.passed_through.get("foreign_storage", 0)
+            if others and others == sum(step.passed_through.values()):
+                self._warn("foreign", 0, _foreign_text, step)
+            elif not step.passed_through and found.get("occupied_peak", 0) > found.get("low", 0):
+                self._warn("silent", 0, _silent_text, step)
+        if found.get("pinning_wait_ns", 0) > _LONG_NS and self._first("slow", 0):
+            took = found["pinning_wait_ns"] / 1e9
+            slow(
+                f"a step waited {took:.0f} s for host memory to be pinned; such steps do not again"
+            )
+
+    def _warn(self, what: str, of: int, text: Callable[[PoolStats], str], step: StepStats) -> None:
+        if self._first(what, of):
+            warn(text(step.counted))
+
+    def _first(self, what: str, of: int) -> bool:
+        first = (what, of) not in self._told
+        self._told.add((what, of))
+        return first
 
 
 def _silent_text(found: PoolStats) -> str:

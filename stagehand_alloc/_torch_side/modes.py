@@ -9,37 +9,22 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Generator
-from typing import Any, Literal
+from typing import Any
 
 from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._built.trigger import Trigger
 from stagehand_alloc._errors import DriverError, ModeError, NoCudaBuildError
 from stagehand_alloc._extension import native
-from stagehand_alloc._settings.config import Config
+from stagehand_alloc._settings.config import Config, Mode
 from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 
-Mode = Literal["allocator", "mempool", "native"]
-
-MODES: tuple[Mode, ...] = ("allocator", "mempool", "native")
 WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 
 _lock = threading.Lock()
 _trigger_found: Trigger | None = None  # by which torch's allocator was reached; once per process
 _segments: Any = None  # torch's allocator object around the entry points for MemPool segments
 _warned = False
-
-
-def check(mode: str | None) -> Mode | None:
-    """``mode`` as `pool` takes it. Raises ModeError for a name there is none of."""
-    if mode is None:
-        return None
-    for known in MODES:
-        if mode == known:
-            return known
-    raise ModeError(
-        f"There is no mode {mode!r}.", 'Use "allocator", "mempool" or "native", or leave it out.'
-    )
 
 
 def resolve(asked: Mode | None) -> Mode:

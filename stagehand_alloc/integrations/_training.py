@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from stagehand_alloc._errors import InstallError
-from stagehand_alloc._settings.config import Size
+from stagehand_alloc._settings.sizes import Size
 from stagehand_alloc._step.pool import Pool, pool
 
 _PREFIX = "stagehand/"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc._settings.config import Size
+from stagehand_alloc._settings.sizes import Size
 from stagehand_alloc._step.pool import Pool
 from stagehand_alloc.integrations._training import PoolOfTraining, missing
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
-from stagehand_alloc._settings.config import Size
+from stagehand_alloc._settings.sizes import Size
 from stagehand_alloc._step.attach import Attached
 from stagehand_alloc._step.pool import Pool
 from stagehand_alloc.integrations._training import PoolOfTraining, missing

@@ -16,8 +16,9 @@ from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError
-from stagehand_alloc._step import trouble as _trouble
 from stagehand_alloc._step.attach import Everywhere
+from stagehand_alloc._step.device import process
+from stagehand_alloc._step.trouble import Trouble
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -269,7 +270,7 @@ def test_of_several_models_called_one_by_one_all_blocks_are_found() -> None:
 def test_a_warning_in_an_attached_model_names_the_users_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_trouble, "_told", set())
+    monkeypatch.setattr(process.device(0), "trouble", Trouble())
     model, x = Stops(), torch.randn(1 << 18, 8)
     stagehand_alloc.pool(high="2MiB").attach(model)
 

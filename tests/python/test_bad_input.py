@@ -13,6 +13,7 @@ import torch
 
 import stagehand_alloc
 from stagehand_alloc import _driver, testing
+from stagehand_alloc._settings.config import check_mode
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 
@@ -93,7 +94,7 @@ def test_the_other_modes_under_the_process_allocator_are_refused(
 ) -> None:
     monkeypatch.setattr(_install, "is_installed", lambda: True)
     with pytest.raises(stagehand_alloc.ModeError, match="process allocator is installed") as caught:
-        _modes.resolve(_modes.check(mode))
+        _modes.resolve(check_mode(mode))
     assert 'mode="allocator"' in two_lines(caught.value)
 
 

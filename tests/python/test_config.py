@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -12,9 +14,12 @@ import pytest
 
 import stagehand_alloc
 from stagehand_alloc import Config, ConfigError, SizeError, load_config
-from stagehand_alloc._settings.config import format_bytes, parse_size, resolve_budget
+from stagehand_alloc._settings.budget import Budget, resolve_budget
 from stagehand_alloc._settings.host_memory import available_host_bytes, local_ranks
+from stagehand_alloc._settings.load import ALIASES, KEYS
+from stagehand_alloc._settings.sizes import format_bytes, parse_rate, parse_size, read_size
 
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 TOTAL = 24 * GIB
 V0_FILE = {
@@ -38,6 +43,10 @@ V0_FILE = {
         },
     },
 }
+
+
+def budget_of(high: Any = None, low: Any = None, limit: Any = None) -> Budget:
+    return Config(high=high, low=low, limit=limit).budget(TOTAL)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +95,20 @@ def test_a_fraction_of_nothing_known_is_refused() -> None:
 
 
 def test_default_budget_is_90_and_80_percent_of_the_device() -> None:
-    budget = resolve_budget(None, None, None, TOTAL)
+    budget = budget_of()
     assert budget.high == int(0.9 * TOTAL)
     assert abs(budget.low - int(0.8 * TOTAL)) <= 1
     assert budget.limit == TOTAL
 
 
 def test_low_follows_high_where_only_high_is_given() -> None:
-    assert resolve_budget("9GiB", None, None, TOTAL).low == 8 * GIB
-    assert resolve_budget(1.0, None, None, TOTAL).low == int(0.8 * TOTAL)
-    assert resolve_budget("1B", None, None, TOTAL).low == 1
+    assert budget_of("9GiB").low == 8 * GIB
+    assert budget_of(1.0).low == int(0.8 * TOTAL)
+    assert resolve_budget(1, None, None, TOTAL).low == 1
 
 
 def test_high_follows_limit_where_only_limit_is_given() -> None:
-    budget = resolve_budget(None, None, "10GiB", TOTAL)
+    budget = budget_of(limit="10GiB")
     assert (budget.high, budget.low, budget.limit) == (9 * GIB, 8 * GIB, 10 * GIB)
 
 
@@ -115,7 +124,7 @@ def test_high_follows_limit_where_only_limit_is_given() -> None:
 )
 def test_contradictions_name_both_sides_with_numbers(sizes: Any, names: tuple[str, str]) -> None:
     with pytest.raises(SizeError) as caught:
-        resolve_budget(*sizes, TOTAL)
+        budget_of(*sizes)
     message = str(caught.value)
     assert all(name in message for name in names)
     assert "GiB" in message
@@ -139,8 +148,9 @@ def test_a_v0_file_is_read_unchanged(tmp_path: Path) -> None:
     assert config.high == 16000 << 20
     assert config.low == 12000 << 20
     assert config.slabs_per_class == (512, 2, 2, 2, 2)
-    assert config.telemetry_enabled
-    assert config.without_effect() == []
+    assert config.telemetry is True
+    assert config.telemetry_path == "activation_telemetry.jsonl"
+    assert config.max_inflight_d2h == 1
 
 
 def test_keys_may_stand_at_the_top() -> None:
@@ -160,7 +170,16 @@ def test_toml_is_read_too(tmp_path: Path) -> None:
     [
         ({"vram_hi_watermark_mb": 1}, "vram_high_watermark_mb"),
         ({"slabs": 1}, "slabs_per_class"),
-        ({"activation_stagehand": {"telemetry": True}}, "telemetry_file"),
+        ({"activation_stagehand": {"telemetry": 5}}, "telemetry=5"),
+        ({"telemetry_enabled": "yes"}, "telemetry_enabled='yes'"),
+        ({"high": "20GiB", "vram_high_watermark_mb": 5}, "'high' and 'vram_high_watermark_mb'"),
+        ({"vram_high_watermark_mb": 5, "high": "20GiB"}, "one setting, and both are given"),
+        ({"low": "2GiB", "high": "1GiB"}, "low is 2.00 GiB, above high, 1.00 GiB"),
+        ({"low": 0.9, "limit": "50%"}, "low is 90%, above limit, 50%"),
+        ({"high": "plenty"}, "high='plenty'"),
+        ({"device": "cpu"}, "device='cpu' is no CUDA device"),
+        ({"piece": 5}, "piece=5"),
+        ({"recompute": "blocks"}, "recompute='blocks'"),
         ({"activation_stagehand": 3}, "activation_stagehand"),
         ({"slabs_per_class": [1, 2]}, "2 counts for 5"),
         ({"slabs_per_class": -1}, "negative"),
@@ -172,7 +191,7 @@ def test_toml_is_read_too(tmp_path: Path) -> None:
         ({"pinned_pool_classes_mb": 4}, "pinned_pool_classes_mb"),
         ({"vram_high_watermark_mb": -5}, "vram_high_watermark_mb"),
         ({"vram_high_watermark_mb": "16000"}, "vram_high_watermark_mb"),
-        ({"vram_high_watermark_mb": 1, "vram_low_watermark_mb": 2}, "vram_low_watermark_mb"),
+        ({"vram_high_watermark_mb": 1, "vram_low_watermark_mb": 2}, "low is 2.00 MiB, above high"),
         ({"max_inflight_d2h": 0}, "max_inflight_d2h"),
         ({"max_inflight_h2d": True}, "max_inflight_h2d"),
         ({"recompute_threshold_bytes": -1}, "recompute_threshold_bytes"),
@@ -207,13 +226,75 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
         load_config(tmp_path / "absent.json")
 
 
-def test_settings_without_effect_are_warned_of_once() -> None:
-    config = Config(recompute_threshold_bytes=3)
-    with pytest.warns(stagehand_alloc.StagehandWarning, match=r"recompute_threshold_bytes"):
-        stagehand_alloc.pool(config=config)
+def test_settings_without_effect_are_warned_of() -> None:
+    with pytest.warns(stagehand_alloc.StagehandWarning, match=r"recompute_threshold_bytes") as told:
+        stagehand_alloc.pool(config={"recompute_threshold_bytes": 3})
+    assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        stagehand_alloc.pool(config=config)
+        stagehand_alloc.pool(config={"recompute_threshold_bytes": 0})
+
+
+WHOLE = {
+    "high": "20GiB",
+    "low": 0.5,
+    "limit": "22GiB",
+    "mode": "native",
+    "device": "cuda:1",
+    "recompute": "nodes",
+    "telemetry": "steps.jsonl",
+    "host_limit": "80%",
+    "piece": "1MiB",
+    "d2h_bytes_per_second": "10GB",
+}
+
+
+def test_a_file_holds_a_whole_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "budget.json"
+    path.write_text(json.dumps(WHOLE))
+    config = load_config(path)
+    assert config == Config(**WHOLE)
+    assert (config.high, config.low, config.limit) == (20 * GIB, 0.5, 22 * GIB)
+    assert config.telemetry_path == "steps.jsonl"
+    pool = stagehand_alloc.pool(config=path)
+    assert (pool.limits().piece, pool.limits().d2h_bytes_per_second) == (1 << 20, 10**10)
+    assert pool._mode_asked == "native"
+    # The arguments win, and a size is the same however it is written.
+    assert stagehand_alloc.pool(20 << 30, config=path)._config == config
+    assert stagehand_alloc.pool("21GiB", telemetry=False, config=path)._config.telemetry is False
+
+
+def test_every_argument_of_a_pool_that_a_file_can_hold_is_a_setting_of_that_name() -> None:
+    arguments = set(inspect.signature(stagehand_alloc.pool).parameters)
+    assert arguments - {"config", "keep", "on_step"} <= set(KEYS)
+    assert not set(ALIASES) & set(KEYS)
+    assert {name for name, _ in ALIASES.values()} <= set(KEYS)
+
+
+def test_telemetry_of_v0_keeps_its_file_s_name_while_it_is_off() -> None:
+    config = {"telemetry_enabled": False, "telemetry_file": "mine.jsonl"}
+    assert stagehand_alloc.pool(config=config)._config.telemetry_path is None
+    assert (
+        stagehand_alloc.pool(config=config, telemetry=True)._config.telemetry_path == "mine.jsonl"
+    )
+    assert stagehand_alloc.pool(config=config, telemetry=Path("x"))._config.telemetry_path == "x"
+
+
+def test_a_rate_is_what_people_write_for_one() -> None:
+    for value in ("10GB", "10GB/s", "10 GB / s", 10**10, 10e9):
+        assert parse_rate(value, "rate") == 10**10
+
+
+def test_nothing_to_keep_may_be_written_as_a_size() -> None:
+    assert stagehand_alloc.pool().release_pinned("0GiB") == 0
+    assert read_size("0B", zero=True, shares=False) == 0
+
+
+def test_the_table_of_settings_is_made_from_the_code() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "settings.py"), "--check"], check=False
+    )
+    assert done.returncode == 0, "run python tools/settings.py"
 
 
 def test_a_host_limit_as_a_fraction_is_held_against_the_machine() -> None:

@@ -15,7 +15,7 @@ PUBLIC = {
     *("allocator", "pool", "keep", "stats", "reset_peak_stats", "load_config"),
     *("checkpoint", "when_needed"),
     *("Pool", "PoolStats", "Config", "LaneLimits", "SavedTensorInfo"),
-    *("StepPlan", "PlanLine", "StagehandWarning"),
+    *("StepPlan", "PlanLine", "StepStats", "StagehandWarning"),
 }
 
 

@@ -17,12 +17,16 @@ from torch.nn.modules import module as torch_modules
 from training import leaves_nothing
 
 import stagehand_alloc
+from stagehand_alloc._step.device import process
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
 PACKAGE = Path(stagehand_alloc.__file__).parent
 # Where a pool is entered and left: looked at by the bytecode; the rest of the package by the line.
-CLOSELY = {str(PACKAGE / "_step" / name) for name in ("pool.py", "module_names.py")}
+CLOSELY = {
+    str(PACKAGE / "_step" / name)
+    for name in ("pool.py", "entry.py", "device.py", "module_names.py")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +39,8 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         for key, value in list(vars(module).items()) if name.startswith(PACKAGE.name) else ():
             if isinstance(value, type(threading.Lock())):
                 monkeypatch.setattr(module, key, contextlib.nullcontext())
+    for holder in (process, process.device(0)):
+        monkeypatch.setattr(holder, "lock", contextlib.nullcontext())
 
 
 class Interrupts:

@@ -173,7 +173,7 @@ def test_false_turns_off_what_the_settings_turned_on() -> None:
     assert stagehand_alloc.pool(recompute=True)._config.recompute
 
 
-@pytest.mark.parametrize("wrong", ["node", 3, None])
+@pytest.mark.parametrize("wrong", ["node", 3, [True]])
 def test_settings_that_recompute_cannot_have_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="neither a bool nor 'nodes'"):
         stagehand_alloc.Config(recompute=wrong)

@@ -88,12 +88,12 @@ def test_a_block_inside_a_list_is_found() -> None:
     ("key", "words"),
     [
         ("keep", "`keep` is no setting but an argument of pool()"),
-        ("mode", "`mode` is no setting but an argument of pool()"),
-        ("limit", "`limit` is no setting but an argument of pool()"),
-        ("piece", "`piece` is no setting but an argument of Pool.limits()"),
-        ("hgih", "Did you mean `high`?"),
+        ("on_step", "`on_step` is no setting but an argument of pool()"),
+        ("hgih", "Did you mean 'high'?"),
+        ("modes", "Did you mean 'mode'?"),
+        ("vram_high_watermark", "Did you mean 'vram_high_watermark_mb'?"),
         ("host_limits", "Did you mean 'host_limit'?"),
-        ("zzzz", "The settings are: enabled, "),
+        ("zzzz", "The settings are: high, low, limit, mode, "),
         ("pinned", "pinned_pool_classes_mb"),
     ],
 )

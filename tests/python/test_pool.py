@@ -7,6 +7,7 @@ import pytest
 import stagehand_alloc
 from stagehand_alloc import SizeError
 from stagehand_alloc._settings import config as _config
+from stagehand_alloc._step.device import process
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -14,11 +15,11 @@ pytestmark = pytest.mark.usefixtures("gpu")
 def test_a_pool_s_device_is_that_of_its_first_entry() -> None:
     pool = stagehand_alloc.pool(high="64MiB")  # before torch.cuda.set_device(rank)
     assert pool._device is None
-    assert repr(pool) == "<Pool high=64MiB low=None limit=None mode=None, not entered yet>"
+    assert repr(pool) == "<Pool high=64.00 MiB low=None limit=None mode=None, not entered yet>"
     with pytest.raises(SizeError, match="the device has"):
         stagehand_alloc.pool(high="64GiB")  # checked all the same
     with pool:
-        assert pool._device == 0
+        assert pool._device is process.device(0)
         text = "<Pool high=64.00 MiB low=56.89 MiB limit=1.00 GiB mode=allocator, device 0"
         assert repr(pool) == text + ", entered>"
     assert repr(pool) == text + ">"

@@ -78,7 +78,7 @@ def test_a_module_is_run_by_its_name() -> None:
     ("arguments", "told"),
     [
         (["--high", "20 potatoes", __file__], "20 potatoes"),
-        (["--high", "0.5", "--low", "0.8", __file__], "low=0.8 is above high=0.5"),
+        (["--high", "0.5", "--low", "0.8", __file__], "low is 80%, above high, 50%"),
         (["nowhere.py"], "no file nowhere.py"),
     ],
 )

@@ -14,7 +14,8 @@ from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
 from stagehand_alloc import ChecksumError, StepStats, _native
-from stagehand_alloc._step import trouble as _trouble
+from stagehand_alloc._step.device import process
+from stagehand_alloc._step.trouble import Trouble
 from stagehand_alloc.testing import SimulatedGpu
 
 MIB = 1 << 20
@@ -23,7 +24,7 @@ RECIPE = BY_NAME["gpt"]
 
 @pytest.fixture(autouse=True)
 def _nothing_told(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_trouble, "_told", set())
+    monkeypatch.setattr(process.device(0), "trouble", Trouble())
     stagehand_alloc.reset_peak_stats()
     yield
     with stagehand_alloc.pool():  # the default slabs again
@@ -170,8 +171,9 @@ def test_a_pool_of_another_device_than_the_tensors_is_told_of_once(gpu: Simulate
 
 
 def test_waiting_long_for_pinned_memory_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = Trouble()
     for _ in range(2):
-        _trouble.look(StepStats(1, 0, native={"pinning_wait_ns": 3_200_000_000}))
+        trouble.look(StepStats(1, 0, native={"pinning_wait_ns": 3_200_000_000}))
     assert caplog.messages == [
         "stagehand_alloc: a step waited 3 s for host memory to be pinned; such steps do not again."
     ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import stagehand_alloc
 from stagehand_alloc import _native, testing
-from stagehand_alloc._step import proofs as _recompute
+from stagehand_alloc._step.device import process
 
 Around = AbstractContextManager[Any]
 DEVICE = 0
@@ -79,9 +79,9 @@ def train(
 
 def read_proofs() -> None:
     """Those of the last step: each holds a byte until the next entry of a pool."""
-    for proofs in _recompute._proofs.values():
-        proofs.collect()
-        proofs.collect()
+    for device in process.devices():
+        device.proofs.collect()
+        device.proofs.collect()
 
 
 @contextlib.contextmanager
