@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -189,6 +190,8 @@ def _start(settings: Settings) -> SimulatedGpu:
         )
     import torch
 
+    # Of a torch with CUDA, which asks the simulator how many GPUs there are and is told none.
+    warnings.filterwarnings("ignore", "CUDA initialization: Unexpected error", module="torch.cuda")
     sim = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     flags = _HOST_SYNCHRONOUS | (0 if settings.poison else _NO_POISON)
     result = sim.stagehand_sim_configure(
