@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from stagehand_alloc._settings.config import Size
+from stagehand_alloc._settings.sizes import Size
 from stagehand_alloc._step.pool import Pool
 from stagehand_alloc._tell import warn
 from stagehand_alloc.integrations._training import PoolOfTraining
