@@ -87,13 +87,18 @@ print(json.dumps(found))
 
 
 def found(memory: str, high: str, rows: int, library: bool) -> dict[str, Any]:
-    path = os.pathsep.join(sys.path[1:])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not library:
         environment["STAGEHAND_ALLOC_BUILD"] = "0"
     command = [sys.executable, "-c", SCRIPT, memory, high, str(rows)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=os.path.dirname(__file__),  # not the sources' folder: the installed package
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
