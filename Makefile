@@ -30,6 +30,9 @@ help:
 	@echo "make format    reformat the sources"
 	@echo "make gpu-test  tests/gpu on a real GPU, with the python3 of this machine"
 	@echo "make bench     all benchmarks on a real GPU, with the python3 of this machine"
+	@echo "make docs      the documentation's pages, into build/site"
+	@echo "make wheel     sdist and wheels into dist/, each tried where there is no compiler"
+	@echo "make test-torch TORCH=2.11.0   the tests of what depends on torch, with another torch"
 	@echo "make clean     remove everything built"
 
 # ---- set-up ------------------------------------------------------------------------------------
@@ -50,7 +53,7 @@ $(VENV)/.tools: $(VENV)/.created constraints.txt
 # Python sources are used where they stand (an editable install); only native ones need a rebuild.
 $(VENV)/.installed: $(VENV)/.tools $(NATIVE_SOURCES)
 	@echo "set-up: torch, cuda-python and tools where they are missing; building the extension"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable '.[test,dev]'
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --editable '.[test,dev,docs]'
 	@touch $@
 
 .PHONY: setup
@@ -85,7 +88,7 @@ check: setup
 	$(BESIDE) check-text check-threads
 
 .PHONY: check-text
-check-text: check-format check-lint check-types check-layout
+check-text: check-format check-lint check-types check-layout docs
 
 .PHONY: check-format
 check-format: setup
@@ -99,10 +102,30 @@ check-lint: setup
 .PHONY: check-types
 check-types: setup
 	$(BIN)/mypy
+	$(call types,tests/python tests/conftest.py,tests/python:tools:benchmarks)
+	$(call types,tests/gpu,tests/gpu:tests/python:benchmarks)
+	$(if $(wildcard tests/judgement),$(call types,tests/judgement,tests/judgement:tests/python))
+	$(call types,benchmarks,benchmarks:tools:tests/gpu)
+	$(call types,tools examples,tools)
+
+# types(what, where its own imports are): annotated in full, but looser than the package: a gradient
+# is not None there, and autograd's nodes have the attributes they have.
+TYPES := $(BIN)/mypy --explicit-package-bases --allow-untyped-calls --no-warn-return-any \
+  --no-warn-unused-ignores --no-strict-optional --allow-subclassing-any --implicit-reexport \
+  --ignore-missing-imports --disable-error-code union-attr --cache-dir .mypy_cache/looser
+define types
+	@MYPYPATH=$(2) $(TYPES) $(1)
+endef
 
 .PHONY: check-layout
 check-layout: setup
 	$(PY) -m pytest -q tests/python/test_layout.py
+
+# Strict: a link that leads nowhere ends it.
+.PHONY: docs
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 .PHONY: check-threads
 check-threads: $(VENV)/.tools
@@ -146,6 +169,48 @@ clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
 	rm -rf stagehand_alloc/_sim stagehand_alloc/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- other versions of torch ---------------------------------------------------------------------
+# The oldest that is promised, and the newest. A wheel of ours beside that torch in an environment of
+# its own, and the tests of what rests on torch: the libraries built against it, the bridge, autograd.
+OLDEST_TORCH := 2.11.0
+NEWEST_TORCH := 2.14.1
+TORCH ?= $(OLDEST_TORCH)
+TORCH_TESTS := trigger_source tensor_library cpu_bridge training_autograd attach
+OTHER = build/torch-$(TORCH)
+
+build/torch-%/.created: $(VENV)/.tools constraints.txt
+	@echo "set-up: torch $* in $(@D)"
+	@$(PYTHON) -m venv --clear $(@D)
+	@grep -v -E '^(torch|triton|nvidia-|cuda-|setuptools|sympy|networkx|fsspec)' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  --constraint $(@D)/constraints.txt torch==$* cuda-python nvidia-cuda-runtime nvidia-cuda-crt \
+	  numpy pytest pytest-timeout expecttest
+	@touch $@
+
+.PHONY: test-torch
+test-torch: setup $(OTHER)/.created
+	@rm -rf $(OTHER)/wheel
+	@$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation -w $(OTHER)/wheel .
+	@$(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  --force-reinstall $(OTHER)/wheel/*.whl
+	OMP_NUM_THREADS=1 $(OTHER)/bin/pytest -q -p no:cacheprovider \
+	  $(TORCH_TESTS:%=tests/python/test_%.py)
+
+.PHONY: test-torch-ends
+test-torch-ends:
+	@$(MAKE) --no-print-directory test-torch TORCH=$(OLDEST_TORCH)
+	@$(MAKE) --no-print-directory test-torch TORCH=$(NEWEST_TORCH)
+
+# ---- what is given to others -------------------------------------------------------------------
+# The wheel of Python 3.12 is for later ones too; 3.10 and 3.11 have one each.
+WHEEL_PYTHONS ?= $(PYTHON) $(firstword $(shell command -v python3.12) \
+  $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python))
+
+.PHONY: wheel
+wheel: setup
+	$(PY) tools/wheels.py build $(WHEEL_PYTHONS)
+	$(PY) tools/wheels.py try $(WHEEL_PYTHONS)
 
 CTEST := $(BIN)/ctest --output-on-failure --no-tests=error -j $(JOBS)
 # native-tests(folder under build, options, what to build)

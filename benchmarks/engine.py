@@ -202,7 +202,9 @@ def hit_rows(of: Measured) -> list[EngineRow]:
         mine = statistics.median(values[NOW])
         if BEFORE not in values:
             # Other machines' nanoseconds do not compare; they are shown, and held to nothing.
-            more = {"note": f"{BEFORE_COMMIT} is not in this history: {BEFORE} is a stored figure"}
+            more: dict[str, Any] = {
+                "note": f"{BEFORE_COMMIT} is not in this history: {BEFORE} is a stored figure"
+            }
             stored = float(STORED_NS[case])
             rows.append(EngineRow(claim, mine, unit="ns", before=stored, more=more))
             continue

@@ -149,7 +149,7 @@ def three_steps(around: Around) -> list[torch.Tensor]:
             loss = y.pow(2).mean() + Fixed.apply(y, weights).sum()
         loss.backward()
         with torch.no_grad():
-            model.bias -= 0.01 * weights.mean(0)
+            model.bias -= 0.01 * weights.mean(0)  # type: ignore[misc]
         optimizer.step()
     return [model.weight.detach(), model.bias.detach(), weights]
 

@@ -81,8 +81,10 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def step(self, around: AbstractContextManager[Any]) -> float:
-        """Forward in ``around``, and backward, in ms."""
+    def step(
+        self, around: AbstractContextManager[Any], then: Callable[[], object] = lambda: None
+    ) -> float:
+        """Forward in ``around``, backward, and what comes ``then``, in ms."""
         self.training.zero_grad()
         self.synchronize()
         began = time.perf_counter()
@@ -90,6 +92,7 @@ class Bench:
             loss = self.training.loss()
         loss.backward()  # type: ignore[no-untyped-call]
         self.synchronize()
+        then()
         return (time.perf_counter() - began) * 1e3
 
     def peak_of(self, around: Callable[[], AbstractContextManager[Any]]) -> tuple[int, int]:

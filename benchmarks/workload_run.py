@@ -31,11 +31,13 @@ MOST_STEPS = 8  # of a turn
 class Pace(harness.Pace):
     """`lead_seconds`: as steps, of plain torch. `seconds`: a turn of short steps has more of them.
 
-    `checkpoint_rounds`: it is only looked at beside, so it need not be in all.
+    `checkpoint_rounds`: it is only looked at beside, so it need not be in all. `settling`: steps in
+    a budget by which plans are tried out, before any is timed.
     """
 
     seconds: float
     checkpoint_rounds: int
+    settling: int
 
 
 @dataclasses.dataclass
@@ -251,6 +253,8 @@ class CaseRun:
             worker.ask("single", mode=budget, number=number)
         later = worker.ask("single", mode=budget, number=0)
         self.measured.first[key] = {"first": first, "later": later}
+        if self.pace.settling and budget != FREE:
+            worker.ask("turn", mode=budget, number=10, count=1, lead=self.pace.settling)
 
     def _turn(self, key: str, at: int) -> None:
         number = 10 + at * self._count

@@ -8,6 +8,7 @@ gradient accumulation; a GAN; a 3-D U-Net; an LSTM over varying lengths; FSDP2 a
 two GPUs. Each as plain torch, with a checkpoint around every block, and ours, as process allocator
 and in mode "native" with expandable segments.
 
+Where plans are tried (recompute), a configuration's first steps run before anything is timed.
 Configurations take turns in every round, in an order that rotates. Steps of a turn follow each
 other without a wait, after some that are not timed; a ratio is the median over the rounds of the
 ratio inside a round. Where shapes vary, every configuration has the same ones in the same round.
@@ -53,9 +54,9 @@ from workload_cases import CASES, Case
 from workload_rows import rows_of, summary_of, unlike_torch
 from workload_run import CaseRun, Measured, Pace
 
-FULL = Pace(5, 4, 2, 0.6, seconds=0.8, checkpoint_rounds=5)
-QUICK = Pace(2, 3, 2, 0.4, seconds=0.4, checkpoint_rounds=1)
-TINY = Pace(1, 2, 1, 0, seconds=0, checkpoint_rounds=0)
+FULL = Pace(5, 4, 2, 0.6, seconds=0.8, checkpoint_rounds=5, settling=40)
+QUICK = Pace(2, 3, 2, 0.4, seconds=0.4, checkpoint_rounds=1, settling=40)
+TINY = Pace(1, 2, 1, 0, seconds=0, checkpoint_rounds=0, settling=0)
 AHEAD = 3  # workloads whose processes start before it is their turn: importing torch takes long
 SAME = ("sources", "device", "torch", "driver")  # of results that may be joined
 

@@ -8,29 +8,31 @@ from torch.nn import functional as F
 
 import stagehand_alloc
 
-HIGH, STEPS = "24MiB", 5
+GPU = torch.cuda.is_available()
+HIGH, WIDTH, ROWS = ("1600MiB", 2048, 8192) if GPU else ("24MiB", 256, 1024)
+STEPS = 5
 
 
 def main() -> None:
     with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
+        if not GPU:
             from stagehand_alloc import testing
 
             stack.enter_context(testing.simulated_gpu())
-        train(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        train(torch.device("cuda" if GPU else "cpu"))
 
 
 def train(device: torch.device) -> None:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)]
-    model = nn.Sequential(*blocks, nn.Linear(256, 10)).to(device)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(12)]
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, 10)).to(device)
     for block in blocks:  # "inductor", the default, generates faster code and needs a compiler
         block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     optimizer = torch.optim.AdamW(model.parameters())
     pool = stagehand_alloc.pool(high=HIGH)
     for step in range(STEPS):
-        inputs = torch.randn(1024, 256, device=device)
-        labels = torch.randint(10, (1024,), device=device)
+        inputs = torch.randn(ROWS, WIDTH, device=device)
+        labels = torch.randint(10, (ROWS,), device=device)
         with pool:
             loss = F.cross_entropy(model(inputs), labels)
         loss.backward()

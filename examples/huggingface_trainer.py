@@ -6,15 +6,15 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import stagehand_alloc
 from stagehand_alloc.integrations.transformers import StagehandCallback
 
-HIGH = "24MiB"
+GPU = torch.cuda.is_available()
+HIGH, WIDTH, ROWS = ("1600MiB", 1024, 64) if GPU else ("24MiB", 128, 8)
 
 
 def main() -> None:
     with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
+        if not GPU:
             from stagehand_alloc import testing
 
             stack.enter_context(testing.simulated_gpu())
@@ -23,19 +23,19 @@ def main() -> None:
 
 def train(folder: str) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 256}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": 256}
     config = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, use_cache=False, **sizes)
-    tokens = torch.randint(256, (40, 128))
+    tokens = torch.randint(256, (5 * ROWS, 128))
     arguments = TrainingArguments(
         folder,
         max_steps=5,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=ROWS,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not GPU,
     )
     callback = StagehandCallback(high=HIGH)
     trainer = Trainer(
@@ -45,11 +45,9 @@ def train(folder: str) -> None:
         callbacks=[callback],
     )
     print(f"loss {trainer.train().training_loss:.3f}")
-    stats, mib = stagehand_alloc.stats(), 1 << 20
-    print(
-        f"peak {stats.mapped_peak / mib:.1f} MiB, high {callback.pool.stats().high / mib:.1f} MiB"
-    )
-    print(f"moved to the host: {callback.pool.stats().evicted_bytes / mib:.1f} MiB")
+    stats, mib = callback.pool.stats(), 1 << 20
+    print(f"peak {stats.mapped_peak / mib:.1f} MiB, high {stats.high / mib:.1f} MiB")
+    print(f"moved to the host: {stats.evicted_bytes / mib:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     from stagehand_alloc._cli import doctor as _doctor
 
-    return _doctor.main(options.file)
+    return _doctor.main(options.file, as_json=options.json)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -44,8 +44,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands.add_parser("run", help="run a training script, unchanged, inside a budget")
     commands.add_parser("report", help="a table and a page of a telemetry file")
     commands.add_parser("advise", help="what other budgets would cost, by such a file")
-    doctor = commands.add_parser("doctor", help="print what is here, and what would work")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is here, how fast the link is, what works and what to change",
+        epilog="exit code: 0 a real or the simulated GPU works, 1 neither does, 2 could not run",
+    )
     doctor.add_argument("file", nargs="?", help="what pool(telemetry=...) wrote, to learn from")
+    doctor.add_argument("--json", action="store_true", help="the same for programs")
     return parser.parse_args(arguments)
 
 

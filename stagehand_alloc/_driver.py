@@ -78,23 +78,23 @@ def check_process() -> None:
 
 def driver_version() -> int:
     """The CUDA version of the driver, as 1000 * major + 10 * minor."""
-    return int(_call("cuDriverGetVersion"))
+    return int(call("cuDriverGetVersion"))
 
 
 def device_count() -> int:
     """How many devices the driver shows (CUDA_VISIBLE_DEVICES applies)."""
     _initialise()
-    return int(_call("cuDeviceGetCount"))
+    return int(call("cuDeviceGetCount"))
 
 
 def device(index: int) -> Device:
     """Name, size and abilities of device ``index``."""
     _initialise()
-    handle = _call("cuDeviceGet", index)
-    name = _call("cuDeviceGetName", 256, handle).split(b"\0", 1)[0].decode(errors="replace")
-    total = int(_call("cuDeviceTotalMem", handle))
+    handle = call("cuDeviceGet", index)
+    name = call("cuDeviceGetName", 256, handle).split(b"\0", 1)[0].decode(errors="replace")
+    total = int(call("cuDeviceTotalMem", handle))
     attribute = _bindings().CUdevice_attribute(_ATTRIBUTE_VIRTUAL_MEMORY)
-    return Device(index, name, total, bool(_call("cuDeviceGetAttribute", attribute, handle)))
+    return Device(index, name, total, bool(call("cuDeviceGetAttribute", attribute, handle)))
 
 
 def require_virtual_memory(index: int) -> Device:
@@ -110,13 +110,13 @@ def require_virtual_memory(index: int) -> Device:
 
 def synchronize(index: int) -> None:
     """Wait for all work of device ``index``. Raises DriverError."""
-    handle = _call("cuDeviceGet", index)
+    handle = call("cuDeviceGet", index)
     # Never given up, as the engine does where it opens a device: torch uses it to the end.
-    _call("cuCtxPushCurrent", _call("cuDevicePrimaryCtxRetain", handle))
+    call("cuCtxPushCurrent", _call("cuDevicePrimaryCtxRetain", handle))
     try:
-        _call("cuCtxSynchronize")
+        call("cuCtxSynchronize")
     finally:
-        _call("cuCtxPopCurrent")
+        call("cuCtxPopCurrent")
 
 
 def host_nodes() -> list[int]:
@@ -134,15 +134,15 @@ def numa_nodes() -> list[int]:
 def _numa_node(index: int) -> int:
     driver = _bindings()
     try:
-        handle = _call("cuDeviceGet", index)
+        handle = call("cuDeviceGet", index)
         attribute = driver.CUdevice_attribute(_ATTRIBUTE_HOST_NUMA_ID)
-        node = int(_call("cuDeviceGetAttribute", attribute, handle))
+        node = int(call("cuDeviceGetAttribute", attribute, handle))
         if node >= 0:
             return node
     except (DriverError, RuntimeError, ValueError):  # an older driver, or older bindings
         pass
     try:
-        address = _call("cuDeviceGetPCIBusId", 32, _call("cuDeviceGet", index))
+        address = call("cuDeviceGetPCIBusId", 32, call("cuDeviceGet", index))
         name = address.split(b"\0", 1)[0].decode().lower()
         return int((_PCI_DEVICES / name / "numa_node").read_text())
     except (DriverError, RuntimeError, OSError, ValueError):
@@ -170,7 +170,7 @@ def _initialise() -> int:
             f"The driver supports CUDA {_dotted(version)}; {_dotted(MINIMUM_VERSION)} is needed.",
             _UPDATE,
         )
-    if int(_call("cuDeviceGetCount")) == 0:
+    if int(call("cuDeviceGetCount")) == 0:
         raise DriverNotFoundError("The CUDA driver shows 0 devices.", _NO_DEVICE)
     return version
 
@@ -196,7 +196,7 @@ def _address(symbol: str, version: int) -> int:
     return int(address)
 
 
-def _call(function: str, *arguments: Any) -> Any:
+def call(function: str, *arguments: Any) -> Any:
     """One driver call through cuda-python. Raises DriverError naming the function and result."""
     result, *values = getattr(_bindings(), function)(*arguments)
     if int(result) != 0:

@@ -7,22 +7,21 @@
         loss.backward()
     assert not gpu.hazards()
 
-The simulator is a libcuda.so.1 that cuda-python loads in place of the driver's; a small library,
-built on first use against the installed torch, routes CPU tensors to the process allocator.
+The simulator is a library that cuda-python takes for the driver's, libcuda.so.1; a bridge in it
+routes torch's CPU tensors to the process allocator. No compiler is needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from stagehand_alloc import _driver
-from stagehand_alloc._built import build as _build
-from stagehand_alloc._built.compiler import Library
 from stagehand_alloc._errors import SimulatorError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.sizes import Size, parse_size
@@ -31,15 +30,6 @@ from stagehand_alloc._torch_side import install as _install
 _HOST_SYNCHRONOUS = 1  # native/sim/control.hpp: STAGEHAND_SIM_HOST_SYNCHRONOUS
 _NO_POISON = 2  # STAGEHAND_SIM_NO_POISON
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-
-# Routes torch's CPU tensors to the process allocator.
-_CPU_BRIDGE = Library(
-    name="cpu_allocator",
-    words="CPU bridge",
-    source=Path("torch_hook") / "cpu_allocator.cpp",
-    link=("c10",),
-    seconds=10,
-)
 
 _lock = threading.Lock()
 _running: SimulatedGpu | None = None
@@ -64,10 +54,9 @@ class SimulatedGpu:
     live on it stay valid when routing ends.
     """
 
-    def __init__(self, settings: Settings, library: ctypes.CDLL, bridge: ctypes.CDLL) -> None:
+    def __init__(self, settings: Settings, library: ctypes.CDLL) -> None:
         self.settings = settings
         self._sim = _with_prototypes(library)
-        self._bridge = bridge
 
     def __enter__(self) -> SimulatedGpu:
         self.open()
@@ -88,13 +77,13 @@ class SimulatedGpu:
 
     def open(self) -> None:
         """Make torch's new CPU tensors on the simulated GPU."""
-        self._bridge.stagehand_cpu_route(1)
+        self._sim.stagehand_cpu_route(1)
         _install.set_simulated(True)
 
     def close(self) -> None:
         """Make torch's new CPU tensors in ordinary memory again."""
         _install.set_simulated(False)
-        self._bridge.stagehand_cpu_route(0)
+        self._sim.stagehand_cpu_route(0)
 
     def hazards(self) -> list[str]:
         """Every ordering mistake seen so far, in words; empty is right."""
@@ -170,8 +159,8 @@ def simulated_gpu(
         d2h_bytes_per_s, h2d_bytes_per_s: what the virtual clock charges; 0 is the default.
         poison: fill fresh device memory with a pattern, so that reading it shows.
 
-    Raises SimulatorError where a real driver is loaded, or one with other settings is running;
-    CompilerError where the bridge to torch cannot be built.
+    Raises SimulatorError where a real driver is loaded, one with other settings is running, or the
+    CPU tensors of this torch cannot be routed.
     """
     global _running
     if isinstance(memory, float):
@@ -192,14 +181,17 @@ def simulated_gpu(
 
 
 def _start(settings: Settings) -> SimulatedGpu:
-    library = _library_path()
+    library = library_path()
     loaded = loaded_drivers()
     if _driver.started() or loaded:
         raise SimulatorError(
             f"A CUDA driver is loaded in this process already ({', '.join(loaded) or 'in use'}).",
             "Call simulated_gpu() before anything uses CUDA, or in another process.",
         )
-    _, bridge = _build.load(_CPU_BRIDGE)
+    import torch
+
+    # Of a torch with CUDA, which asks the simulator how many GPUs there are and is told none.
+    warnings.filterwarnings("ignore", "CUDA initialization: Unexpected error", module="torch.cuda")
     sim = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     flags = _HOST_SYNCHRONOUS | (0 if settings.poison else _NO_POISON)
     result = sim.stagehand_sim_configure(
@@ -215,14 +207,22 @@ def _start(settings: Settings) -> SimulatedGpu:
             f"The simulated GPU refuses {settings}.",
             "Give memory of at least 2 MiB and at least one device.",
         )
-    _driver.start()
+    sim.stagehand_cpu_install.restype = ctypes.c_char_p
     points = native.entry_points()
-    bridge.stagehand_cpu_install(ctypes.c_void_p(points["alloc"]), ctypes.c_void_p(points["free"]))
-    return SimulatedGpu(settings, sim, bridge)
+    if why := sim.stagehand_cpu_install(
+        ctypes.c_void_p(points["alloc"]), ctypes.c_void_p(points["free"])
+    ):
+        raise SimulatorError(
+            f"CPU tensors of torch {torch.__version__} cannot be routed: {why.decode()}.",
+            "Update stagehand_alloc, or report it with the versions of torch and stagehand_alloc.",
+        )
+    _driver.start()
+    return SimulatedGpu(settings, sim)
 
 
-def _library_path() -> Path:
-    path = Path(native.__file__).parent / "_sim" / "libcuda.so.1"
+def library_path() -> Path:
+    """The simulator's library. Raises SimulatorError where it is not there."""
+    path = Path(native.__file__).parent / "_sim" / "libstagehand_sim.so"
     if not path.exists():
         raise SimulatorError(
             f"The simulator's library is not at {path}.",

@@ -12,20 +12,19 @@ nanobind_add_module(_native STABLE_ABI NB_STATIC NOMINSIZE ${entry_sources})
 target_link_libraries(_native PRIVATE stagehand_core)
 
 # One name for all a package needs, so that a package build compiles nothing else.
-add_custom_target(stagehand_package ALL DEPENDS _native stagehand_sim_libcuda)
+add_custom_target(stagehand_package ALL DEPENDS _native stagehand_sim_library)
 
 if(STAGEHAND_INPLACE)
   set(package_dir ${CMAKE_CURRENT_SOURCE_DIR}/../stagehand_alloc)
   set_target_properties(_native PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${package_dir})
-  set_target_properties(stagehand_sim_libcuda
+  set_target_properties(stagehand_sim_library
                         PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${package_dir}/_sim)
 endif()
 
 install(TARGETS _native LIBRARY DESTINATION stagehand_alloc)
-install(TARGETS stagehand_sim_libcuda LIBRARY DESTINATION stagehand_alloc/_sim)
+install(TARGETS stagehand_sim_library LIBRARY DESTINATION stagehand_alloc/_sim)
 # What is built on the user's machine, against the torch that is there.
-install(FILES torch_hook/cpu_allocator.cpp torch_hook/over_storage.hpp torch_hook/recipes.cpp
-              torch_hook/serving.hpp
+install(FILES torch_hook/over_storage.hpp torch_hook/recipes.cpp torch_hook/serving.hpp
               torch_hook/tensors.cpp torch_hook/trigger.cpp
         DESTINATION stagehand_alloc/torch_hook)
 install(FILES core/recipe_side.hpp core/tensor_side.hpp core/torch_side.hpp core/types.hpp

@@ -41,7 +41,7 @@ namespace stagehand::core {
   X(prefetch_hits) X(prefetch_lates) X(alias_hits) X(activations_saved) X(allocations) X(frees) \
   X(hits) X(grows) X(gathers) X(take_ups) X(loans) X(pool_hits) X(pool_misses)                  \
   X(pageable_copies) X(out_of_memory) X(stall_ns) X(stall_count) X(misses) X(map_calls)         \
-  X(drops) X(recomputes) X(reruns)                                                              \
+  X(drops) X(recomputes) X(reruns) X(overtakes)                                                 \
   /* of host_waits, how long: for pinned memory, for a copy, for all work of the GPU */         \
   X(pinning_wait_ns) X(copy_wait_ns) X(gpu_wait_ns)
 

@@ -51,7 +51,7 @@ struct Record {
   Bytes end = 0;
   Bytes block_begin = 0;  // the storage's byte that the block's first byte holds
   HostCopy copy;
-  Tick arrived;                     // on the H2D lane: the copy in that filled the block
+  Tick arrived;                     // of the copy in that filled the block
   std::uint32_t stall_pair = ~0u;   // the stall meter's note of that copy
   driver::Stream stream = nullptr;  // where the storage was made, and is made again
   Record* older = nullptr;          // neighbours in the order of saving

@@ -374,6 +374,7 @@ void Plan::learn(Step& step) {
   } else {
     varied_ += step.kin || step.diverged ? 1 : 0;
   }
+  trace->pressed = trace->evicted_bytes() > 0;
   learned_ = trace->id;
   for (const auto& one : traces_) {
     if (one->id == step.before) {

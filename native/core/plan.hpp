@@ -108,6 +108,10 @@ class Plan {
   bool takes_other_plan() { return std::exchange(other_plan_, false); }
   // Whether any step is remembered.
   bool learned() const { return !traces_.empty(); }
+  // Whether it is worth to know how what is saved was made: not where nothing left in such a step.
+  bool wants_recipes() const {
+    return !follows() || now_->trace->pressed || !alike(now_->trace.get(), high_);
+  }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.

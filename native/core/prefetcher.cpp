@@ -28,6 +28,12 @@ bool can_come(const Record& record) {
 
 void Prefetcher::begin_step() { reserve_ = std::min(reserve_, d_.budget.low); }
 
+void Prefetcher::awaited(Tick arrived) {
+  if (arrived.clock == d_.transfers.in().clock().index()) {
+    awaited_ = std::max(awaited_, arrived.seq);
+  }
+}
+
 void Prefetcher::leave_more(Bytes bytes) { reserve_ = std::min(reserve_ + bytes, d_.budget.low); }
 
 bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
@@ -69,7 +75,11 @@ bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
 // Queues the copies back and puts them on the books; on failure the blocks are given back.
 Status Prefetcher::bring_back(std::span<const Arrival> arrivals, Wants wants) {
   Lane& lane = d_.transfers.in(wants != Wants::in_turn);
-  const Status status = d_.transfers.copy_in(arrivals, lane);
+  Status status = d_.transfers.keep_order(lane, awaited_);
+  if (status == Status::ok) {
+    status = d_.transfers.copy_in(arrivals, lane);
+    d_.counters.overtakes += &lane != &d_.transfers.in() && wants != Wants::now ? 1 : 0;
+  }
   // One measurement stands for the batch: whoever asks for its first record asks first.
   const std::uint32_t pair =
       status == Status::ok
@@ -92,18 +102,22 @@ Status Prefetcher::bring_back(std::span<const Arrival> arrivals, Wants wants) {
 // From pageable memory the driver copies while the caller waits. An alias stands for this thread
 // meanwhile: the block is nobody else's.
 Status Prefetcher::restore_pageable(Entry& entry, Record& record, Block* block) {
-  if (const Status status = d_.transfers.order_copy_in(record, block, d_.transfers.in());
-      status != Status::ok) {
+  Lane& lane = d_.transfers.in(true);
+  Status status = d_.transfers.keep_order(lane, awaited_);
+  if (status == Status::ok) {
+    status = d_.transfers.order_copy_in(record, block, lane);
+  }
+  if (status != Status::ok) {
     d_.books.give_back(block);
     return status;
   }
   const Copy copy{block->address + record.begin - record.block_begin,
                   record.copy.slabs.front()->host, record.bytes()};
-  const driver::Stream stream = d_.transfers.in().clock().stream();
+  const driver::Stream stream = lane.clock().stream();
   ++block->aliases;
-  Status status = Status::driver_failed;
+  status = Status::driver_failed;
   d_.books.wait(
-      entry, record, [&] { return d_.transfers.in().copy_now(stream, copy); },
+      entry, record, [&] { return lane.copy_now(stream, copy); },
       [&](bool good) {
         --block->aliases;
         if (good) {
@@ -131,10 +145,11 @@ Record* Prefetcher::next_wanted(const Record& record) {
   return nullptr;
 }
 
-// What is wanted before all that is on its way on the lane does not wait for that.
+// What is wanted before some of what is on its way on the lane does not wait for that. Where the
+// host is ahead of the GPU all that is on its way may be awaited already: that comes first.
 void Prefetcher::overtake(std::vector<Wanted>& wanted) {
   StreamClock& lane = d_.transfers.in().clock();
-  if (lane.passed(newest_)) {
+  if (newest_ <= awaited_ || lane.passed(newest_)) {
     return;
   }
   const auto first = std::find_if(coming_.begin(), coming_.end(),

@@ -29,6 +29,8 @@ class Prefetcher {
   void look_again() { skip_ = 0; }
   // A pool is entered.
   void begin_step();
+  // Somebody was given a record that this copy fills, and may be waiting for it.
+  void awaited(Tick arrived);
 
  private:
   // What is to come back, and in the end the block for it. By its id: the lock may be given up
@@ -63,6 +65,7 @@ class Prefetcher {
   Bytes reserve_ = 0;  // room below `low` to leave; learned, and forgotten slowly
   unsigned turn_ = 0;
   Seq newest_ = 0;                 // of what was queued in turn
+  Seq awaited_ = 0;                // the newest of those that somebody was given
   std::vector<Coming> coming_;     // scratch
   int skip_ = 0;                   // so many calls have nothing to look for
   std::vector<Wanted> spare_;      // for its room

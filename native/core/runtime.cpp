@@ -106,6 +106,8 @@ Saved Runtime::tagged(Block* block, Address data, Address first, Address last, M
                       Inside inside) {
   const bool of_call = Books::made_in(*block, inside);
   const Record& record = d_.books.save(block, first, last, made, inside);
+  wants_recipes_.store(d_.plan.wants_recipes() || d_.debug.evict_everything,
+                       std::memory_order_relaxed);
   if (d_.counters.occupied > d_.budget.low) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.
@@ -175,6 +177,7 @@ Unpacked Runtime::hand_out(Entry& entry, Record& record, Bytes offset, driver::S
     }
     record.stall_pair = StallMeter::kNone;
     d_.books.no_more_ahead(record);
+    d_.prefetcher.awaited(record.arrived);
     if (holds(Rule::S6) && d_.clocks.order_after(clock, record.arrived) != Status::ok) {
       --block->aliases;
       --d_.counters.aliases;

@@ -101,6 +101,9 @@ class Runtime {
   // What became of the record so far, in words; for the text of Status::corrupted.
   std::string history(RecordId record);
   void drop_alias(Block* block);
+  // Whether what is saved next should come with how it was made. Without the lock: a step in which
+  // nothing leaves pays for no recipes, and one too many or too few does no harm.
+  bool wants_recipes() const { return wants_recipes_.load(std::memory_order_relaxed); }
   // Whether anybody needs the block's bytes but the one tensor made over it that the caller holds:
   // a record, torch's own tensor, another alias.
   bool shared(const Block* block);
@@ -203,6 +206,7 @@ class Runtime {
   HeapStore heap_;
   std::unique_ptr<TorchStore> torch_;    // where torch's own allocator cuts the blocks
   std::atomic<bool> uses_torch_{false};  // it is there
+  std::atomic<bool> wants_recipes_{true};
   LaneLimits lane_limits_;
   StepBook step_;
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered

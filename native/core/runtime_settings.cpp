@@ -85,6 +85,8 @@ void Runtime::set_budget(const Budget& budget) {
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
   d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
+  wants_recipes_.store(d_.plan.wants_recipes() || d_.debug.evict_everything,
+                       std::memory_order_relaxed);
   d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();

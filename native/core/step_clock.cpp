@@ -7,6 +7,20 @@
 
 namespace stagehand::core {
 
+namespace {
+// How long at least one of them lasted.
+std::uint64_t together(std::vector<std::pair<std::uint64_t, std::uint64_t>> intervals) {
+  std::sort(intervals.begin(), intervals.end());
+  std::uint64_t sum = 0;
+  std::uint64_t until = 0;
+  for (const auto& [begin, end] : intervals) {
+    sum += end - std::min(end, std::max(begin, until));
+    until = std::max(until, end);
+  }
+  return sum;
+}
+}  // namespace
+
 bool StepClock::tell(Plan& plan) {
   measuring_ = false;
   if (marks_.size() > 1) {
@@ -103,6 +117,7 @@ bool StepClock::read(StepTimes* times) {
   std::size_t began = 0;
   std::size_t making = marks_.size();  // where it began; none
   std::uint64_t waited = 0;            // meanwhile
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> in;  // copies, on either of two lanes
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     const Mark& mark = marks_[i];
     switch (mark.kind) {
@@ -135,7 +150,7 @@ bool StepClock::read(StepTimes* times) {
         break;
       case Kind::in_ends:
         times->in_bytes += mark.bytes;
-        times->in_ns += ns_between(began, i);
+        in.emplace_back(ns_between(0, began), ns_between(0, i));
         break;
       case Kind::waits:
       case Kind::out:
@@ -144,6 +159,7 @@ bool StepClock::read(StepTimes* times) {
         break;
     }
   }
+  times->in_ns = together(std::move(in));
   return true;
 }
 

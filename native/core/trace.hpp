@@ -78,6 +78,7 @@ struct Trace {
   bool begins_plan = false;    // another one than the steps before had, and what they made of it
   std::vector<Fate> ran{};     // the plan that the newest such step had; empty without one
   bool planned = false;        // the planner chose what leaves
+  bool pressed = false;        // something left in it
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
   Bytes largest_request = 0;
   // The largest before the n-th record saved or asked for; in the step, and in the one before.

@@ -128,7 +128,8 @@ Status Transfers::finish(Status status, Lane& lane, Tick* tick) {
 // Leaves the copy's tick on everything the copy names.
 Status Transfers::fence_copy(Status status, Record& record, Block* block, Tick tick) {
   for (Slab* slab : record.copy.slabs) {
-    slab->fence.add(tick);  // lanes only: two clocks, always room
+    static_assert(std::tuple_size_v<LaneStreams> / 2 <= Fence::kCapacity);
+    slab->fence.add(tick);  // lanes only: always room
   }
   const Status fenced = fence_block(block, tick);
   return status != Status::ok ? status : fenced;
@@ -170,6 +171,14 @@ Status Transfers::copy_out(std::span<Record* const> records) {
   return status;
 }
 
+// Both ways only behind what was queued before, so neither lane ever waits for itself.
+Status Transfers::keep_order(Lane& lane, Seq awaited) {
+  if (&lane == &express_) {
+    return clocks_.order_after(express_.clock(), {in_.clock().index(), awaited});
+  }
+  return clocks_.order_after(in_.clock(), {express_.clock().index(), newest_express_});
+}
+
 Status Transfers::order_copy_in(const Record& record, const Block* block, Lane& lane) {
   Status status = holds(Rule::S3) ? order_behind(lane, *block) : Status::ok;
   if (status == Status::ok && holds(Rule::S4)) {
@@ -197,6 +206,7 @@ Status Transfers::copy_in(std::span<const Arrival> arrivals, Lane& lane) {
   }
   Tick tick;
   Status status = finish(queue(lane, StepClock::Kind::in), lane, &tick);
+  newest_express_ = &lane == &express_ ? tick.seq : newest_express_;
   for (const auto& [record, block] : arrivals) {
     record->arrived = tick;
     block->fence.clear();  // the copy runs behind all of it, and leaves its own tick

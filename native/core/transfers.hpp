@@ -1,4 +1,4 @@
-// The copies of records on the two lanes, in batches: one event stands for all copies of a batch,
+// The copies of records on the lanes, in batches: one event stands for all copies of a batch,
 // and one wait for all work they come behind. Every ordering a copy needs is queued here, on the
 // device; nothing here waits on the host. Guarded by the device's lock.
 #pragma once
@@ -43,6 +43,10 @@ class Transfers {
   Lane& in(bool overtakes) {
     return overtakes && !in_.capped() && !in_.pacer().paced() ? express_ : in_;
   }
+
+  // What is queued next on that lane, of the two, comes behind what is to be there before it: on the
+  // express lane behind the copies in turn up to `awaited`, in turn behind all express ones.
+  Status keep_order(Lane& lane, Seq awaited);
 
   // Queues the copies of the records' saved ranges out of their blocks into the slabs of their
   // copies. Behind: the blocks' last work on their own and on foreign streams (S1), the slabs' last
@@ -90,6 +94,7 @@ class Transfers {
   Lane out_;
   Lane in_;
   Lane express_;
+  Seq newest_express_ = 0;
   std::vector<Copy> copies_;          // scratch
   std::vector<const Block*> blocks_;  // scratch: the other side of a batch
 };

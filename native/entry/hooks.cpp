@@ -158,6 +158,7 @@ void Hooks::clear() {
 void Hooks::begin_step(bool recompute, bool sharded) {
   order_ = 0;
   leaf_ = 0;
+  knows_leaf_ = true;
   recompute_ = recompute;
   sharded_ = sharded;
   Call::forget_open();
@@ -189,10 +190,21 @@ Handle Hooks::pack(nb::handle tensor) {
   return handle;
 }
 
+// Whether recipes are looked for now. Where they were not a moment ago, leaves went by unseen.
+bool Hooks::wants_recipes() {
+  const core::Runtime* runtime = recompute_ ? Registry::get().find(device_) : nullptr;
+  if (runtime == nullptr || runtime->wants_recipes()) {
+    return recompute_;
+  }
+  knows_leaf_ = false;
+  return false;
+}
+
 // Which model this is, for proofs.
 void Hooks::see_leaf(nb::handle tensor) {
-  if (const std::uint64_t number = recompute_ ? Recipe::leaf_of(tensor) : 0; number != 0) {
+  if (const std::uint64_t number = wants_recipes() ? Recipe::leaf_of(tensor) : 0; number != 0) {
     leaf_ = number;
+    knows_leaf_ = true;
   }
 }
 
@@ -229,7 +241,7 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   }
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
-  if (recompute_) {
+  if (wants_recipes() && knows_leaf_) {
     const nb::object inside = call != nullptr ? nb::find(*call) : nb::object();
     handle.recipe = Recipe::of(tensor, inside, sharded_, leaf_);
   }

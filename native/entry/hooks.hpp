@@ -90,6 +90,7 @@ class Hooks {
 
  private:
   Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
+  bool wants_recipes();
   void see_leaf(nb::handle tensor);
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
@@ -112,6 +113,7 @@ class Hooks {
   std::array<std::uint64_t, static_cast<std::size_t>(Reason::count)> passed_{};
   std::uint64_t order_ = 0;
   std::uint64_t leaf_ = 0;  // Recipe::leaf_of the last one saved in this step
+  bool knows_leaf_ = true;  // leaf_ is the last one
   bool recompute_ = false;
   bool sharded_ = false;
 };

@@ -13,6 +13,7 @@ _LOCAL_RANKS = (  # how many processes of a job run on this machine, as launcher
     "SLURM_NTASKS_PER_NODE",
 )
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 62  # what version 1 says where there is none is somewhat above
 
 
 def default_host_limit() -> int:
@@ -48,13 +49,24 @@ def _machine_available(meminfo: Path) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def cgroup_limit(cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUP_ROOT) -> int | None:
+    """The least memory limit of the process's control groups in bytes; None without any."""
+    limits = [limit for limit, _ in _cgroup_limits(cgroup, root)]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
 def _cgroup_headrooms(cgroup: Path, root: Path) -> list[int]:
     """What is left under each memory limit from the process's group up to the root."""
+    return [limit - used for limit, used in _cgroup_limits(cgroup, root)]
+
+
+def _cgroup_limits(cgroup: Path, root: Path) -> list[tuple[int, int]]:
+    """Each memory limit from the process's group up to the root, and what is in use under it."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
         return []
-    headrooms = []
+    limits = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -69,8 +81,8 @@ def _cgroup_headrooms(cgroup: Path, root: Path) -> list[int]:
             limit = _read_int(group / limit_name)
             if limit is not None:
                 used = _read_int(group / used_name) or 0
-                headrooms.append(limit - max(0, used - _reclaimable(group)))
-    return headrooms
+                limits.append((limit, max(0, used - _reclaimable(group))))
+    return limits
 
 
 def _reclaimable(group: Path) -> int:

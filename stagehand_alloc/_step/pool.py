@@ -431,13 +431,13 @@ class Pool:
         from stagehand_alloc._step import hooks as _hooks
         from stagehand_alloc._step import proofs as _recompute
 
+        recompute = NODES if self._config.recompute is None else self._config.recompute
         if self._hooks is None:
             _tensors.load(self._config.build_trigger)
-            if self._config.recompute:
+            if recompute:
                 _recompute.load(self._config.build_trigger)
             device = entry.device
             self._hooks = _hooks.make_hooks(device.index, self._keep, self._watch, device.proofs)
-        recompute = self._config.recompute
         if recompute:
             entry.device.proofs.collect()
         self._hooks.begin_step(bool(recompute), bool(recompute) and _recompute.sharded())
@@ -483,8 +483,8 @@ def pool(
             make, such as the output of a gelu. Modules, such as ``model.layers``, or the model,
             whose blocks are found: what their forward saves too, by running it again as
             ``torch.utils.checkpoint`` does, and only where it was dropped. They must compute the
-            same each time. True: the blocks of the models that the first step calls. Default: the
-            config's.
+            same each time. True: the blocks of the models that the first step calls. False: all of
+            it is moved. Default: the config's, else "nodes".
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
         on_step: called with the `StepStats` of each step once it has ended: when the next one
             begins, or, where nothing that it saved is alive any more, when the pool is left or

@@ -1,17 +1,19 @@
-"""What the callbacks share: the pool of one training, and what it did as flat numbers."""
+"""What the integrations share: the pool of one training, and what its loggers are told."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._errors import InstallError
 from stagehand_alloc._settings.sizes import Size
 from stagehand_alloc._step.pool import Pool, pool
 
 _PREFIX = "stagehand/"
-_SUMS = ("evicted_bytes", "restored_bytes", "dropped_bytes", "overshoot_bytes")
+_LOGGED = (
+    *("spill_bytes", "restore_bytes", "dropped_bytes", "overshoot_bytes", "mapped_peak"),
+    *("stall_time_ms", "wall_time_ms"),
+)
 
 
 class PoolOfTraining:
@@ -22,23 +24,17 @@ class PoolOfTraining:
 
     def __init__(self, high: Size | None, low: Size | None, arguments: dict[str, Any]) -> None:
         self._asked = inspect.signature(pool).bind(high, low, **arguments)
-        self._told = PoolStats()
         self.pool: Pool | None = None
 
     def begin(self) -> Pool:
         """A new pool. Raises what `pool` raises."""
         self.pool = pool(*self._asked.args, **self._asked.kwargs)
-        self._told = PoolStats()
         return self.pool
 
-    def numbers(self) -> dict[str, int]:
-        """Bytes moved, dropped and over ``high`` since the last call; the most ever mapped."""
-        if self.pool is None:
-            return {}
-        found = self.pool.stats()
-        since, self._told = found.since(self._told), found
-        told = {_PREFIX + name: int(getattr(since, name)) for name in _SUMS}
-        return {**told, _PREFIX + "mapped_peak": found.mapped_peak}
+    def numbers(self) -> dict[str, float]:
+        """What a log says of the newest step: a few of `Pool.step_stats`; nothing before it."""
+        found = {} if self.pool is None else self.pool.step_stats()
+        return {_PREFIX + name: found[name] for name in _LOGGED if name in found}
 
 
 def missing(library: str, package: str) -> InstallError:

@@ -36,7 +36,7 @@ class StagehandCallback(Callback):  # type: ignore[misc]
     again after it where the module calls ``manual_backward`` itself. What an optimizer runs again,
     such as LBFGS its closure, is outside of the pool.
 
-    ``stagehand/evicted_bytes`` and the like are logged for each batch.
+    With each batch some of `Pool.step_stats`, such as ``stagehand/spill_bytes``, is logged.
     """
 
     def __init__(self, high: Size | None = None, low: Size | None = None, **arguments: Any) -> None:
@@ -84,7 +84,7 @@ class StagehandCallback(Callback):  # type: ignore[misc]
     ) -> None:
         """Leave the pool where no backward did, and log what was done."""
         self._leave()
-        pl_module.log_dict({k: float(v) for k, v in self._training.numbers().items()})
+        pl_module.log_dict(self._training.numbers())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the pool of a batch that was skipped."""

@@ -30,9 +30,10 @@ class StagehandCallback(TrainerCallback):  # type: ignore[misc]
     outside of its forward, is outside of the pool. Where training raised, the model keeps its pool
     until the next training, or `remove`.
 
-    Each log gains ``stagehand/evicted_bytes`` and the like, since the log before. The Trainer puts
-    what reports to services, such as TensorBoard, before the callbacks it is given; for them to see
-    these numbers, move this callback to the front of ``trainer.callback_handler.callbacks``.
+    Each log gains some of `Pool.step_stats`, such as ``stagehand/spill_bytes``, of the newest step;
+    telemetry has all of every step. The Trainer puts what reports to services, such as TensorBoard,
+    before the callbacks it is given; for them to see these numbers, move this callback to the front
+    of ``trainer.callback_handler.callbacks``.
     """
 
     def __init__(self, high: Size | None = None, low: Size | None = None, **arguments: Any) -> None:

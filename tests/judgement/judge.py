@@ -270,4 +270,4 @@ def books_are_whole() -> list[str]:
 def evictions() -> int:
     """How many records have left so far, in this process."""
     stats = stagehand_alloc.stats()
-    return stats.clean_evictions + stats.dirty_evictions
+    return stats.clean_evictions + stats.dirty_evictions + stats.drops

@@ -177,7 +177,7 @@ def test_a_saved_tensor_returned_as_a_gradient_is_not_added_to(
         grads = [
             torch.autograd.grad(loss, x, retain_graph=at + 1 < times)[0] for at in range(times)
         ]
-        return grads, [one.clone() for one in kept] or [0]
+        return grads, [one.clone() for one in kept] or [0]  # type: ignore[list-item]
 
     budget.same_as_plain(program, saves=not held)
 
@@ -198,7 +198,7 @@ def test_two_nodes_that_saved_a_tensor_which_one_returns_as_a_gradient(
             del h, gradient
         released()
         loss.backward()
-        return x.grad, [one.clone() for one in kept] or [0]
+        return x.grad, [one.clone() for one in kept] or [0]  # type: ignore[list-item]
 
     budget.same_as_plain(program, saves=not held)
 

@@ -99,7 +99,7 @@ def tokens(seed: int = 1, batch: int = 4, length: int = 32) -> Tensor:
 def with_adapters(model: Decoder) -> Decoder:
     model.requires_grad_(False)
     for block in model.blocks:
-        block.query, block.down = Adapted(block.query), Adapted(block.down)
+        block.query, block.down = Adapted(block.query), Adapted(block.down)  # type: ignore[arg-type]
     return model
 
 

@@ -31,7 +31,7 @@ def test_an_input_and_an_output_that_were_saved_have_their_values_on_the_node(
         del h
         released()
         node, output = product.grad_fn, power.grad_fn
-        seen = [node._saved_self.clone(), node._saved_other.clone(), output._saved_result.clone()]
+        seen = [node._saved_self.clone(), node._saved_other.clone(), output._saved_result.clone()]  # type: ignore[attr-defined]
         (product.sum() + power.sum()).backward()
         return seen, a.grad
 
@@ -89,7 +89,7 @@ def test_every_floating_dtype_comes_back_as_itself(budget: Budget, dtype: torch.
         with around:
             product = (a * 3) * (a + 2)
             loss = product.abs().sum()
-        saved = product.grad_fn._saved_self.dtype
+        saved = product.grad_fn._saved_self.dtype  # type: ignore[attr-defined]
         del product
         loss.backward()
         return a.grad, str(saved)
@@ -146,7 +146,7 @@ def test_what_was_read_from_a_node_keeps_its_graph(budget: Budget) -> None:
             product = h * h.sin()
         del h
         released()
-        saved = product.grad_fn._saved_self
+        saved = product.grad_fn._saved_self  # type: ignore[attr-defined]
         (through,) = torch.autograd.grad(saved.pow(2).sum(), a, retain_graph=True)
         product.sum().backward()
         return saved.requires_grad, through, a.grad
@@ -177,7 +177,7 @@ def test_an_error_inside_ends_the_pool_and_leaves_no_hooks(budget: Budget) -> No
     a = leaf()
     with budget.pressed(saves=False):
         with pytest.raises(KeyError, match="mine"), budget.pool():
-            ((a * 2).exp(), {}["mine"])
+            ((a * 2).exp(), {}["mine"])  # type: ignore[index]
         packed = stagehand_alloc.stats().activations_saved
         (a * 2).exp().sin().sum().backward()
         assert stagehand_alloc.stats().activations_saved == packed
@@ -329,7 +329,7 @@ def test_a_graph_that_is_gone_says_so(budget: Budget) -> None:
         node = product.grad_fn
         product.sum().backward()
         with pytest.raises(RuntimeError, match="after they have already been freed"):
-            node._saved_self  # type: ignore[union-attr]  # noqa: B018
+            node._saved_self  # type: ignore[attr-defined, union-attr]  # noqa: B018
         with pytest.raises(RuntimeError, match="second time"):
             product.sum().backward()
 
@@ -404,7 +404,7 @@ def test_hooks_of_tensors_modules_and_parameters_see_the_same(budget: Budget) ->
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double()
         seen: list[Tensor] = []
         model[1].register_full_backward_hook(lambda _, given, got: seen.extend((*given, *got)))
-        model[0].weight.register_post_accumulate_grad_hook(
+        model[0].weight.register_post_accumulate_grad_hook(  # type: ignore[operator]
             lambda weight: seen.append(weight.grad.clone())
         )
         a = leaf()

@@ -106,6 +106,39 @@ TEST("what is asked for now does not wait for what was queued to come back ahead
   rig.verify_empty();
 }
 
+// The host asks for all that is on its way before the GPU has any of it.
+TEST("what comes back ahead of need overtakes nothing that is awaited already") {
+  constexpr Bytes kBytes = 32_MiB;
+  CoreRig rig({.memory = 1_GiB, .classes = {{kBytes}, {8}}, .host_limit = 1_GiB});
+  const driver::Stream s = rig.stream();
+  rig.budget(512_MiB, 3 * kBytes);  // room for two, ahead of need
+  const std::vector<Held> held = rig.retain_many(8, kBytes, s);
+  rig.evict_all(s);
+  stagehand_sim_drain();
+  std::vector<Unpacked> aliases;
+  const auto ask = [&](int i) { aliases.push_back(rig.unpack(held[i], s)); };
+  const auto leave = [&](int i) {
+    rig.runtime->drop_alias(aliases[7 - i].block);
+    rig.runtime->drop_handle(held[i].record);
+  };
+  ask(7);
+  CHECK(rig.runtime->resident(held[5].record));
+  ask(6);
+  ask(5);
+  leave(7);
+  leave(6);
+  ask(4);
+  CHECK(rig.runtime->resident(held[3].record));
+  CHECK_EQ(rig.counters().overtakes, 0);
+  leave(5);
+  leave(4);
+  for (int i = 3; i >= 0; --i) {
+    ask(i);
+    leave(i);
+  }
+  rig.verify_empty();
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 

@@ -421,15 +421,17 @@ def test_an_unknown_fault_is_refused(gpu: SimulatedGpu) -> None:
 
 def test_no_compiler_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from stagehand_alloc._built import build as _build
+    from stagehand_alloc._built import tensors as _tensors
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(stagehand_alloc.CompilerError, match="No C\\+\\+ compiler"):
-        _build.build(testing._CPU_BRIDGE)
+        _build.build(_tensors.LIBRARY)
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from stagehand_alloc._built import build as _build
+    from stagehand_alloc._built import tensors as _tensors
 
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such header' >&2\nexit 1\n")
@@ -437,7 +439,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(stagehand_alloc.CompilerError, match="no such header"):
-        _build.build(testing._CPU_BRIDGE)
+        _build.build(_tensors.LIBRARY)
     assert list((tmp_path / "stagehand_alloc").glob("*.so")) == []
 
 

@@ -72,7 +72,7 @@ def test_doctor_runs_without_a_gpu_and_names_what_would_work(run_fresh: Callable
     assert "simulated GPU    yes" in done.stdout
     assert "No CUDA driver was found" in done.stdout
     for name in ("pinned memory", "NUMA"):
-        assert f"\n{name:<16} " in done.stdout
+        assert f"\n  {name:<16} " in done.stdout
 
 
 def test_doctor_says_which_segments_native_mode_has_to_work_with() -> None:

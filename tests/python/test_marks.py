@@ -199,7 +199,7 @@ def test_true_marks_blocks_while_the_pool_is_entered_and_none_of_a_compiled_mode
             assert all("forward" in one.__dict__ for one in model.layers) == marked
         assert not any("forward" in one.__dict__ for one in model.modules())
     marks = _marks.Marks.found()
-    marks.look_in([torch.compile(model)])
+    marks.look_in([torch.compile(model)])  # type: ignore[list-item]
     assert marks.looking()
 
 

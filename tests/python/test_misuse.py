@@ -133,7 +133,7 @@ def test_a_rate_that_would_hang_training_is_refused(name: str, rate: Any) -> Non
     before = pool.limits()
     refused(lambda: pool.limits(**{name: rate}), SizeError, name, *words)
     assert pool.limits() == before
-    assert getattr(pool.limits(**{name: "10MB"}), name) == 10**7
+    assert getattr(pool.limits(**{name: "10MB"}), name) == 10**7  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_a_fraction_is_not_said_to_be_one() -> None:

@@ -52,7 +52,7 @@ class Fixed(torch.autograd.Function):
 
 def owners(tensor: Tensor) -> int:
     """How many references the tensor's storage has; makes no Python object of it."""
-    return int(torch._C._storage_Use_Count(torch._C._storage_address(tensor)))
+    return int(torch._C._storage_Use_Count(torch._C._storage_address(tensor)))  # type: ignore[attr-defined]
 
 
 def situation(name: str) -> contextlib.AbstractContextManager[None]:
@@ -225,7 +225,7 @@ def test_training_with_a_hand_written_gradient_that_is_used_again_is_plain_torch
                 loss = y.pow(2).mean() + Weighted.apply(y, w)
             loss.backward()
             with torch.no_grad():
-                model.bias -= 0.01 * w.mean(0)
+                model.bias -= 0.01 * w.mean(0)  # type: ignore[misc]
             optimizer.step()
             found.append((gradients(model), digest(w), digest(model.weight), digest(model.bias)))
         return found

@@ -57,7 +57,7 @@ def step(pool: stagehand_alloc.Pool, megabytes: int) -> None:
 
 
 def fields(step: int = 1, **found: int) -> dict[str, Any]:
-    return _steps.step_fields(step, PoolStats(**found), {})
+    return _steps.step_fields(step, PoolStats(**found), {})  # type: ignore[arg-type]
 
 
 def test_a_line_has_v0_s_fields_and_ours() -> None:
@@ -270,7 +270,7 @@ def test_numa_says_which_node_each_device_is_near(
         "cuDeviceGetAttribute": -1,  # as of a driver that does not know
         "cuDeviceGetPCIBusId": b"0000:3B:00.0\0\0",
     }
-    monkeypatch.setattr(_driver, "_call", lambda function, *arguments: answers[function])
+    monkeypatch.setattr(_driver, "call", lambda function, *arguments: answers[function])
     monkeypatch.setattr(_driver, "device_count", lambda: 1)
     monkeypatch.setattr(_driver, "_PCI_DEVICES", tmp_path)
     monkeypatch.setattr(_driver, "NODES", tmp_path)
@@ -288,7 +288,8 @@ def test_numa_says_which_node_each_device_is_near(
 def test_pinning_without_huge_pages_is_named(tmp_path: Path, mode: str, good: bool) -> None:
     path = tmp_path / "enabled"
     path.write_text(mode)
-    assert ("WITHOUT huge pages" not in _doctor._pinned_memory(path)) == good
+    assert ("in huge pages" in _doctor._pinned_memory(path)) == good
+    assert (_doctor._no_huge_pages(_doctor.Findings(), path) == []) == good
 
 
 @pytest.mark.usefixtures("gpu")

@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stagehand_alloc._built import tensors as _tensors
-
-ROOT = Path(__file__).parents[2]
 
 # In a process of its own: the first pool of a process decides. Prints what was found.
 SCRIPT = """
@@ -90,7 +87,8 @@ print(json.dumps(found))
 
 
 def found(memory: str, high: str, rows: int, library: bool) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(sys.path[1:])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     if not library:
         environment["STAGEHAND_ALLOC_BUILD"] = "0"
     command = [sys.executable, "-c", SCRIPT, memory, high, str(rows)]

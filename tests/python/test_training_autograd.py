@@ -234,7 +234,7 @@ def test_saved_tensors_read_from_the_graph_node() -> None:
         with around:
             y = torch.sin(x).exp().square()
         torch.empty(1)  # where everything is evicted, what square() saved leaves now
-        first, second = digest(y.grad_fn._saved_self), digest(y.grad_fn._saved_self)
+        first, second = digest(y.grad_fn._saved_self), digest(y.grad_fn._saved_self)  # type: ignore[attr-defined]
         assert first == second
         y.sum().backward()
         return first, digest(x.grad)
@@ -248,7 +248,7 @@ def test_a_tensor_read_from_the_graph_outlives_it() -> None:
         with around:
             y = torch.sin(x).exp().square()
         torch.empty(1)
-        kept = y.grad_fn._saved_self
+        kept = y.grad_fn._saved_self  # type: ignore[attr-defined]
         y.sum().backward()
         del y
         for _ in range(3):
@@ -341,7 +341,7 @@ def test_a_change_in_place_of_a_weight_passed_through_raises_autograds_error() -
         with stagehand_alloc.pool():
             loss = model(x).sum()
         with torch.no_grad():
-            model[2].weight.mul_(2)
+            model[2].weight.mul_(2)  # type: ignore[operator]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         model.zero_grad()

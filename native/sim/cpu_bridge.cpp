@@ -1,11 +1,8 @@
 // Routes torch's CPU tensors to the process allocator on the simulated GPU.
 //
-// Built by stagehand_alloc.testing on first use against the headers of the installed torch; the one
-// place that includes them, and never part of the main build. While routing is on, every tensor of
-// at least one byte lives in the simulated GPU's memory; what was made before, or while it is off,
-// stays c10's. One deleter serves both, so tensors may be dropped at any time, in any order.
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/alloc_cpu.h>
+// While routing is on, every tensor of at least one byte lives in the simulated GPU's memory; what
+// was made before, or while it is off, stays c10's. One deleter serves both, so tensors may be
+// dropped at any time, in any order.
 #include <pthread.h>
 
 #include <atomic>
@@ -13,7 +10,11 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "sim/c10_allocator.hpp"
+
 namespace {
+
+namespace c10 = stagehand::sim::c10;
 
 using AllocFunction = void* (*)(std::ptrdiff_t bytes, int device, void* stream);
 using FreeFunction = void (*)(void* pointer, std::size_t bytes, int device, void* stream);
@@ -25,6 +26,7 @@ constexpr uint8_t kPriority = 1;          // above the default allocator's 0
 std::atomic<bool> g_routing{false};
 AllocFunction g_alloc = nullptr;
 FreeFunction g_free = nullptr;
+c10::Functions g_c10;
 
 // The blocks torch holds, by address: what the deleter tells ours from c10's by. Leaked, since
 // tensors die after static destructors have run.
@@ -62,7 +64,7 @@ void release(void* pointer) {
   if (bytes != 0) {
     g_free(pointer, bytes, kDevice, kLegacyStream);
   } else {
-    c10::free_cpu(pointer);
+    g_c10.free_cpu(pointer);
   }
 }
 
@@ -80,14 +82,11 @@ class RoutingAllocator final : public c10::Allocator {
         throw;
       }
     } else if (bytes != 0) {
-      pointer = c10::alloc_cpu(bytes);
+      pointer = g_c10.alloc_cpu(bytes);
     }
-    return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
+    return {pointer, {pointer, &release}, {0, -1}};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    default_copy_data(to, from, bytes);
-  }
+  c10::Deleter raw_deleter() const override { return &release; }
 };
 
 // A forked child has no simulated GPU: its new tensors are c10's.
@@ -95,13 +94,18 @@ void stop_in_child() { g_routing.store(false, std::memory_order_release); }
 
 }  // namespace
 
-// Both are called from Python with no tensor being made on another thread.
-extern "C" __attribute__((visibility("default"))) void stagehand_cpu_install(AllocFunction alloc,
-                                                                             FreeFunction free) {
+// Both are called from Python with no tensor being made on another thread. `stagehand_cpu_install`
+// returns nullptr, or why it did nothing.
+extern "C" __attribute__((visibility("default"))) const char* stagehand_cpu_install(
+    AllocFunction alloc, FreeFunction free) {
+  if (const char* why = c10::why_not(g_c10)) {
+    return why;
+  }
   g_alloc = alloc;
   g_free = free;
   pthread_atfork(nullptr, nullptr, &stop_in_child);
-  c10::SetCPUAllocator(new RoutingAllocator, kPriority);
+  g_c10.set_cpu_allocator(new RoutingAllocator, kPriority);
+  return nullptr;
 }
 
 extern "C" __attribute__((visibility("default"))) void stagehand_cpu_route(int on) {

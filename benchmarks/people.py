@@ -1,0 +1,163 @@
+"""What is promised to people, measured: their stacks, telemetry's cost, advice, pages, the wheel.
+
+    python benchmarks/people.py [--only stacks,telemetry,advise,page,wheel,readme] [--simulated]
+                                [--examples plain_loop,...] [--out FILE]
+
+Writes benchmarks/results/people.json: rows of claim, value, bar and holds, each with the place and
+the sources it was measured with. What cannot be measured in one place is measured in another: a
+second call replaces the rows that it measures, and leaves the others. Without --only, all that
+needs a GPU; the page needs Chromium, and the wheel a network:
+
+    python benchmarks/people.py --only page,wheel,readme
+    python benchmarks/people.py --only stacks --examples trl_sft --simulated
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import people_stacks
+import people_steps
+from harness import (
+    FOLDER,
+    RESULTS,
+    Row,
+    driver_version,
+    have_gpu,
+    print_rows,
+    refuse_without_gpu,
+    write_result,
+)
+from source_hash import source_hash
+
+ROOT = FOLDER.parent
+ON_A_GPU = ("stacks", "telemetry", "advise")
+ANYWHERE = ("page", "wheel", "readme")
+README_LINES = 130
+PAGE_TESTS = ("tests/python/test_report.py", "the_page_fits_its_window")
+WIDTHS_AND_SCHEMES = 4  # 1280 and 390 px, light and dark
+JOBS = 4  # examples at once
+
+
+def page() -> list[Row]:
+    """The page's own tests, in Chromium: a skipped one is none."""
+    path, expression = PAGE_TESTS
+    done = _done(sys.executable, "-m", "pytest", "-q", str(ROOT / path), "-k", expression)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    count = int(passed[1]) if passed and done.returncode == 0 else 0
+    of = "the report page in Chromium at 1280 and 390 px, light and dark: no complaint, no scroll"
+    return [Row(of, count, at_least=WIDTHS_AND_SCHEMES)]
+
+
+def wheel() -> list[Row]:
+    """Built, and tried in an environment whose PATH has no compiler."""
+    tool = str(ROOT / "tools" / "wheels.py")
+    done = [_done(sys.executable, tool, verb, sys.executable) for verb in ("build", "try")]
+    passed = all(one.returncode == 0 for one in done)
+    return [Row("the wheel's demo where there is no compiler", passed, at_least=1)]
+
+
+def readme() -> list[Row]:
+    lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    figures = _done(sys.executable, str(ROOT / "tools" / "figures.py"), "--check")
+    return [
+        Row("README: lines", lines, at_most=README_LINES),
+        Row("README: every figure is of a results file", figures.returncode == 0, at_least=1),
+    ]
+
+
+def _done(*words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode != 0:
+        print(f"{done.stdout}{done.stderr}", file=sys.stderr)
+    return done
+
+
+def place(simulated: bool) -> dict[str, Any]:
+    """Where and with what a row was measured."""
+    import torch
+
+    gpu = not simulated and have_gpu()
+    return {
+        "device": torch.cuda.get_device_name() if gpu else "simulated" if simulated else "CPU",
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "sources": source_hash(),
+    }
+
+
+def merged(old: dict[str, Any], rows: list[dict[str, Any]], raw: dict[str, Any]) -> dict[str, Any]:
+    """The rows of both, each claim once: the newer one, where the older stood."""
+    new = {row["claim"]: row for row in rows}
+    kept = [new.pop(row["claim"], row) for row in old.get("rows", [])]
+    return {"rows": [*kept, *new.values()], "raw": {**old.get("raw", {}), **raw}}
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Each section in turn; written after each, for the next may not end."""
+    stacks = options.examples.split(",") if options.examples else people_stacks.names()
+    for section in options.only:
+        raw: dict[str, Any] = {}
+        if section == "stacks":
+            rows, raw["stacks"] = people_stacks.rows(stacks, options.simulated, options.jobs)
+        elif section == "telemetry":
+            rows, raw[section] = people_steps.telemetry(options.simulated, options.pairs)
+        elif section == "advise":
+            models = people_steps.ADVISED[:1] if options.simulated else people_steps.ADVISED
+            rows, raw[section] = people_steps.advise(options.simulated, models)
+        else:
+            rows = {"page": page, "wheel": wheel, "readme": readme}[section]()
+        if not rows:
+            continue
+        print_rows(rows)
+        there = place(options.simulated and section in ON_A_GPU)
+        found = [{"section": section, **row.as_dict(), **there} for row in rows]
+        old = json.loads(options.out.read_text()) if options.out.exists() else {}
+        write_result(options.out, merged(old, found, raw))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(ON_A_GPU))
+    parser.add_argument("--examples", help="of the stacks, these")
+    parser.add_argument("--simulated", action="store_true", help="without a GPU")
+    parser.add_argument("--pairs", type=int, default=60, help="of steps, for telemetry")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="examples at once")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "people.json")
+    options = parser.parse_args(argv)
+    unknown = set(options.only) - {*ON_A_GPU, *ANYWHERE}
+    if unknown:
+        parser.error(f"there is no section {', '.join(sorted(unknown))}")
+    needs = set(options.only) & set(ON_A_GPU)
+    if needs:
+        refuse_without_gpu("people.py", options.simulated)
+    with contextlib.ExitStack() as stack:
+        if needs - {"stacks"}:  # the examples are processes of their own
+            _use_gpu(stack, options.simulated)
+        measure(options)
+    return 0
+
+
+def _use_gpu(stack: contextlib.ExitStack, simulated: bool) -> None:
+    import torch
+
+    import stagehand_alloc
+
+    if simulated:
+        from stagehand_alloc import testing
+
+        stack.enter_context(testing.simulated_gpu(memory="1GiB", seed=1))
+        return
+    torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it has no deterministic kernels
+
+
+if __name__ == "__main__":
+    sys.exit(main())

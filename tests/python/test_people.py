@@ -1,0 +1,63 @@
+"""benchmarks/people.py, small and on the simulated GPU: what it measures, and how calls merge."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
+
+import people  # noqa: E402
+import people_stacks  # noqa: E402
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "people.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_an_example_is_compared_with_itself_without_our_line(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "people.json"
+    chosen = ("--only", "stacks,telemetry", "--examples", "plain_loop", "--pairs", "2")
+    done = run("--simulated", *chosen, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    rows = {row["claim"]: row for row in found["rows"]}
+    for claim in (
+        "losses, gradients and weights as without our line",
+        "bytes over high, from step 3 on",
+        "bytes moved or dropped",
+    ):
+        assert rows[f"examples/plain_loop.py: {claim}"]["holds"]
+    assert rows["telemetry: steps heard of"]["holds"]
+    assert {row["device"] for row in found["rows"]} == {"simulated"}
+    assert len(found["raw"]["stacks"]["plain_loop"]["plain"]["steps"]) == 5
+
+
+def test_a_second_call_replaces_its_own_rows_and_leaves_the_others() -> None:
+    old = {"rows": [{"claim": "a", "value": 1}, {"claim": "b", "value": 2}], "raw": {"x": 1}}
+    new = people.merged(old, [{"claim": "c", "value": 3}, {"claim": "a", "value": 4}], {"y": 2})
+    assert [(row["claim"], row["value"]) for row in new["rows"]] == [("a", 4), ("b", 2), ("c", 3)]
+    assert new["raw"] == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize("changed", ["losses", "steps"])
+def test_one_bit_that_differs_is_a_row_that_does_not_hold(changed: str) -> None:
+    plain = {"losses": ["a", "b", "c"], "steps": ["a", "b", "c"], "over": [], "moved": 0}
+    ours = {**plain, "over": [0, 5, 5], "moved": 9}
+    assert all(row.holds for row in people_stacks._rows("x", {"plain": plain, "ours": ours}))
+    other = {**ours, changed: ["a", "b", "d"]}
+    held = [row.holds for row in people_stacks._rows("x", {"plain": plain, "ours": other})]
+    assert held.count(False) == 1
+
+
+def test_a_byte_over_high_once_a_step_is_known_is_missed() -> None:
+    plain = {"losses": ["a"], "steps": ["a"], "over": [], "moved": 0}
+    ours = {**plain, "over": [3, 3, 4], "moved": 9}
+    held = [row.holds for row in people_stacks._rows("x", {"plain": plain, "ours": ours})]
+    assert held.count(False) == 1
