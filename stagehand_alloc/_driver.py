@@ -112,7 +112,7 @@ def synchronize(index: int) -> None:
     """Wait for all work of device ``index``. Raises DriverError."""
     handle = call("cuDeviceGet", index)
     # Never given up, as the engine does where it opens a device: torch uses it to the end.
-    call("cuCtxPushCurrent", _call("cuDevicePrimaryCtxRetain", handle))
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", handle))
     try:
         call("cuCtxSynchronize")
     finally:
