@@ -40,6 +40,9 @@ from stagehand_alloc._errors import StagehandError as StagehandError
 from stagehand_alloc._errors import TelemetryError as TelemetryError
 from stagehand_alloc._errors import TorchTooOldError as TorchTooOldError
 from stagehand_alloc._errors import VirtualMemoryError as VirtualMemoryError
+from stagehand_alloc._pictures.snapshot import snapshot as snapshot
+from stagehand_alloc._pictures.timeline import Timeline as Timeline
+from stagehand_alloc._pictures.timeline import timeline as timeline
 from stagehand_alloc._settings.config import Config as Config
 from stagehand_alloc._settings.link import LaneLimits as LaneLimits
 from stagehand_alloc._settings.load import load_config as load_config

@@ -1,4 +1,4 @@
-"""`python -m stagehand_alloc demo | run SCRIPT | report FILE | doctor [FILE]`."""
+"""`python -m stagehand_alloc demo | run SCRIPT | report FILE | advise FILE | doctor [FILE]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from stagehand_alloc import __version__
-from stagehand_alloc._errors import StagehandError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,9 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from stagehand_alloc._cli import run as _run
 
         return _run.main(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from stagehand_alloc._cli import report as _report
+
+        return _report.main(arguments[1:])
+    if arguments[:1] == ["advise"]:
+        from stagehand_alloc._cli import advise as _advise
+
+        return _advise.main(arguments[1:])
     options = _parse(arguments)
-    if options.command == "report":
-        return _report(options.file)
     from stagehand_alloc._cli import doctor as _doctor
 
     return _doctor.main(options.file, as_json=options.json)
@@ -37,8 +42,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train a small model without a budget, then under one")
     commands.add_parser("run", help="run a training script, unchanged, inside a budget")
-    report = commands.add_parser("report", help="print a table of a telemetry file")
-    report.add_argument("file", help="what pool(telemetry=...) wrote")
+    commands.add_parser("report", help="a table and a page of a telemetry file")
+    commands.add_parser("advise", help="what other budgets would cost, by such a file")
     doctor = commands.add_parser(
         "doctor",
         help="what is here, how fast the link is, what works and what to change",
@@ -47,19 +52,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     doctor.add_argument("file", nargs="?", help="what pool(telemetry=...) wrote, to learn from")
     doctor.add_argument("--json", action="store_true", help="the same for programs")
     return parser.parse_args(arguments)
-
-
-def _report(path: str) -> int:
-    from stagehand_alloc._books import telemetry as _telemetry
-
-    try:
-        print(_telemetry.report(_telemetry.read_steps(path)))
-    except StagehandError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head`
-        return 0
-    return 0
 
 
 if __name__ == "__main__":

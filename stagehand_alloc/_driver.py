@@ -108,6 +108,17 @@ def require_virtual_memory(index: int) -> Device:
     return found
 
 
+def synchronize(index: int) -> None:
+    """Wait for all work of device ``index``. Raises DriverError."""
+    handle = call("cuDeviceGet", index)
+    # Never given up, as the engine does where it opens a device: torch uses it to the end.
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", handle))
+    try:
+        call("cuCtxSynchronize")
+    finally:
+        call("cuCtxPopCurrent")
+
+
 def host_nodes() -> list[int]:
     """The host's memory nodes."""
     return sorted(int(path.name[4:]) for path in NODES.glob("node[0-9]*"))

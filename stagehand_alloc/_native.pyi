@@ -1,7 +1,7 @@
 """The extension module (native/entry). Sizes in bytes; functions may be called from any thread."""
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 from torch import Tensor
 
@@ -24,6 +24,28 @@ def pinned_demand(device: int) -> list[tuple[int, int]]: ...
 def plan(
     device: int,
 ) -> tuple[int, int, int, int, list[tuple[str, str, int, int, int, int, int]]]: ...
+def step_kind(device: int) -> int: ...
+def step_shape(device: int) -> dict[str, Any]: ...
+def start_timeline(device: int) -> bool: ...
+def stop_timeline(
+    device: int,
+) -> tuple[
+    list[tuple[int, int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int
+]: ...
+def contents(
+    device: int,
+) -> tuple[
+    list[tuple[int, int, int, int, int, bool, str, str]],
+    list[tuple[int, int, bool, list[tuple[int, int, int]]]],
+]: ...
+def advise(
+    records: Sequence[Sequence[int]],
+    full: Sequence[int],
+    at_ns: Sequence[int],
+    high: int,
+    out_bytes_per_ns: float,
+    in_bytes_per_ns: float,
+) -> dict[str, Any]: ...
 def proved(device: int, what: tuple[int, int, int, bool], same: bool) -> None: ...
 def stats(device: int) -> dict[str, int]: ...
 def end_step(device: int) -> dict[str, int]: ...

@@ -30,7 +30,7 @@ void Books::note_live() {
 // Not told while a record comes back: it has its block then, and counts as away still.
 void Books::note_occupied() {
   if (d_.budget.armed) {
-    d_.plan.occupied(d_.counters.occupied);
+    d_.plan.occupied(d_.counters.occupied, d_.counters.mapped);
   }
 }
 
@@ -226,6 +226,7 @@ void Books::leave(Record& record) {
   d_.plan.evicted(record.place);
   d_.counters.evict(record.bytes());
   vacate(block);
+  d_.clocks.timeline.note(Timeline::What::evicted, record.bytes(), record.order, d_.counters);
 }
 
 void Books::drop(Record& record) {
@@ -237,6 +238,7 @@ void Books::drop(Record& record) {
   d_.counters.dropped += record.bytes();
   d_.counters.dropped_bytes += record.bytes();
   vacate(block);
+  d_.clocks.timeline.note(Timeline::What::dropped, record.bytes(), record.order, d_.counters);
 }
 
 // The record and its block go their own ways; the block is to be put away.
@@ -270,6 +272,7 @@ void Books::refill(Record& record, Block* block) {
   d_.counters.dropped -= record.bytes();
   d_.counters.recomputed_bytes += record.bytes();
   saved_in_use_ += block->size;
+  d_.clocks.timeline.note(Timeline::What::made_again, record.bytes(), record.order, d_.counters);
 }
 
 void Books::arrive(Record& record, Block* block, bool ahead) {
@@ -281,6 +284,8 @@ void Books::arrive(Record& record, Block* block, bool ahead) {
   d_.plan.returned(record.place);
   d_.counters.evicted -= record.bytes();
   d_.counters.restored_bytes += record.bytes();
+  d_.clocks.timeline.note(ahead ? Timeline::What::prefetched : Timeline::What::restored,
+                          record.bytes(), record.order, d_.counters);
   if (!ahead) {
     ++d_.counters.restores;
     saved_in_use_ += block->size;

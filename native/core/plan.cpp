@@ -82,6 +82,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.rests_on = made.rests_on;
   entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.full.push_back(0);
+  now_->seen.held.emplace_back();
   entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
   now_->seen.entries.push_back(entry);
   ++now_->alive;
@@ -204,6 +205,7 @@ void Plan::unpacked(Place place) {
   }
   using_ = step;
   step->seen.full.push_back(0);
+  step->seen.held.emplace_back();
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
   Trace::Entry& entry = step->seen.entries[place.index];
@@ -230,11 +232,13 @@ void Plan::live(Bytes bytes) {
   since = std::max(since, bytes);
 }
 
-void Plan::occupied(Bytes bytes) {
+void Plan::occupied(Bytes bytes, Bytes mapped) {
   for (Step* step : {now_, using_ != now_ ? using_ : nullptr}) {
     if (step != nullptr) {
       Bytes& full = step->seen.full.back();
       full = std::max(full, bytes + step->away);
+      Trace::Held& held = step->seen.held.back();
+      held = {std::max(held.occupied, bytes), std::max(held.mapped, mapped)};
     }
   }
 }
@@ -347,6 +351,7 @@ void Plan::learn(Step& step) {
     }
     // With what can be made again only now, it is to be measured and planned anew.
     trace->timed = more_recipes ? 0 : (*same)->timed;
+    trace->totals = (*same)->totals;
     trace->trials = more_recipes ? Trials{} : std::move((*same)->trials);
     trace->watch = (*same)->watch;
     if (trace->full.size() == (*same)->full.size()) {

@@ -55,8 +55,8 @@ class Plan {
   void closed(Place place);
   // So much is live now: torch's and backward's blocks.
   void live(Bytes bytes);
-  // So much is occupied, at the most since it was said last.
-  void occupied(Bytes bytes);
+  // So much is occupied, at the most since it was said last, and mapped.
+  void occupied(Bytes bytes, Bytes mapped = 0);
 
   // The moment that the newest step is in: one begins with each save and each first use.
   std::size_t moment() const { return now_ != nullptr ? now_->seen.full.size() - 1 : 0; }
@@ -139,6 +139,12 @@ class Plan {
     Forecast forecast;
   };
   Shown shown() const;
+  // What made the record, and the region that it was saved in; null where nobody knows.
+  void name(Place place, const char** op, const char** region) const;
+  // The trace learned last; null before the first.
+  std::shared_ptr<const Trace> newest() const {
+    return traces_.empty() ? nullptr : traces_.front();
+  }
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;

@@ -16,6 +16,13 @@ const Trace::Entry* Plan::expected(Place place, const Step** step) const {
   return at < (*step)->trace->entries.size() ? &(*step)->trace->entries[at] : nullptr;
 }
 
+void Plan::name(Place place, const char** op, const char** region) const {
+  if (const Step* step = step_of(place.step); step != nullptr) {
+    *op = step->seen.entries[place.index].op;
+    *region = step->seen.entries[place.index].region;
+  }
+}
+
 bool Plan::leaves(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);

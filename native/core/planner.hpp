@@ -71,7 +71,15 @@ struct StepTimes {
   std::vector<Again> again;
   std::uint64_t out_ns = 0;
   std::uint64_t in_ns = 0;
-  std::uint64_t all_ns = 0;  // from the first point to the last, with all waits
+  std::uint64_t all_ns = 0;     // from the first point to the last, with all waits
+  std::uint64_t waited_ns = 0;  // of it, for the lanes
+};
+
+// Where the time of one measured step went. For people.
+struct StepTotals {
+  std::uint64_t all_ns = 0;
+  std::uint64_t waited_ns = 0;
+  std::uint64_t again_ns = 0;
 };
 
 struct Forecast {

@@ -14,11 +14,13 @@
 #include <string>
 #include <vector>
 
+#include "core/contents.hpp"
 #include "core/device.hpp"
 #include "core/heap_store.hpp"
 #include "core/lane_limits.hpp"
 #include "core/refusal.hpp"
 #include "core/step_book.hpp"
+#include "core/step_shape.hpp"
 #include "core/torch_store.hpp"
 
 namespace stagehand::core {
@@ -170,6 +172,14 @@ class Runtime {
   Budget budget();
   PlanState plan_state();
   Plan::Shown plan_shown();
+  // The kind of step that was learned last; empty before the first. Copies what it knows.
+  StepShape step_shape();
+  // Between the two what the engine does is noted. The caller has made the GPU idle at both.
+  bool start_timeline();
+  Timeline::Taken stop_timeline();
+  // All blocks and records as they are. Walks everything.
+  Contents contents();
+  std::uint32_t step_kind();  // its number alone
   void reset_peaks();
   Bytes device_bytes() const { return d_.bytes; }
   // Why the last request failed, with the numbers; for the error text.

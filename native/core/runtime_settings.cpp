@@ -80,6 +80,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 void Runtime::set_budget(const Budget& budget) {
   Entry entry(d_.gate);
   d_.departures.flush();
+  d_.clocks.timeline.note(Timeline::What::entered, 0, 0, d_.counters);
   d_.books.arm(budget);
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
@@ -99,6 +100,7 @@ void Runtime::set_budget(const Budget& budget) {
 void Runtime::clear_budget() {
   Entry entry(d_.gate);
   d_.departures.flush();
+  d_.clocks.timeline.note(Timeline::What::left, 0, 0, d_.counters);
   d_.books.pool_left();
 }
 
@@ -275,6 +277,54 @@ Budget Runtime::budget() {
 Plan::Shown Runtime::plan_shown() {
   const Entry entry(d_.gate);
   return d_.plan.shown();
+}
+
+StepShape Runtime::step_shape() {
+  const Entry entry(d_.gate);
+  const std::shared_ptr<const Trace> newest = d_.plan.newest();
+  return newest != nullptr ? shape_of(*newest) : StepShape{};
+}
+
+std::uint32_t Runtime::step_kind() {
+  const Entry entry(d_.gate);
+  const std::shared_ptr<const Trace> newest = d_.plan.newest();
+  return newest != nullptr ? newest->id : 0;
+}
+
+bool Runtime::start_timeline() {
+  const Entry entry(d_.gate);
+  return d_.clocks.timeline.start(d_.transfers.out().clock().stream());
+}
+
+Timeline::Taken Runtime::stop_timeline() {
+  const Entry entry(d_.gate);
+  return d_.clocks.timeline.stop();
+}
+
+Contents Runtime::contents() {
+  const Entry entry(d_.gate);
+  d_.store->look();
+  Contents found;
+  for (const Record* one = d_.ledger.oldest(); one != nullptr; one = one->newer) {
+    SeenRecord seen{one->order, one->bytes(), static_cast<std::uint8_t>(RecordState{one->state})};
+    if (const Block* block = one->block; block != nullptr) {
+      seen.address = block->address;
+      seen.block_bytes = block->size;
+      seen.retained = block->state == BlockState::retained;
+    }
+    d_.plan.name(one->place, &seen.op, &seen.region);
+    found.records.push_back(seen);
+  }
+  for (const auto& arena : heap_.heap().arenas()) {
+    SeenArena seen{
+        arena->base, reinterpret_cast<std::uintptr_t>(arena->key.stream), arena->key.small, {}};
+    for (const Block* block = arena->first; block != nullptr; block = block->next) {
+      seen.blocks.push_back(
+          {block->address, block->size, static_cast<std::uint8_t>(BlockState{block->state})});
+    }
+    found.arenas.push_back(std::move(seen));
+  }
+  return found;
 }
 
 PlanState Runtime::plan_state() {

@@ -129,6 +129,7 @@ bool StepClock::read(StepTimes* times) {
       }
       case Kind::waited:
         (making < i ? waited : idle) += ns_between(began, i);
+        times->waited_ns += ns_between(began, i);
         break;
       case Kind::again:
         making = i;

@@ -16,6 +16,7 @@
 
 #include "core/gate.hpp"
 #include "core/step_clock.hpp"
+#include "core/timeline.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
@@ -146,9 +147,10 @@ class StreamClock {
 // numbers go on, so that old ticks stay in the past.
 class ClockBank {
  public:
-  explicit ClockBank(Gate& gate) : steps(gate), gate_(gate) {}
+  explicit ClockBank(Gate& gate) : steps(gate), timeline(gate), gate_(gate) {}
 
   StepClock steps;  // measures waits for lanes too
+  Timeline timeline;
   // A step has come to this moment, on `stream`.
   void moment(std::size_t number, driver::Stream stream);
 

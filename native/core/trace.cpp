@@ -38,7 +38,8 @@ Bytes Trace::memory() const {
   return entries.capacity() * sizeof(Entry) + by_use.capacity() * sizeof(std::uint32_t) +
          (full.capacity() + at_ns.capacity() + least.capacity() + live.capacity() +
           requests.capacity() + requests_before.capacity()) *
-             sizeof(Bytes);
+             sizeof(Bytes) +
+         held.capacity() * sizeof(Held);
 }
 
 Bytes Trace::request_at(std::size_t place) const {
@@ -160,6 +161,10 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
           std::max<std::uint64_t>(one.ns, 1);  // 0 is for what was not measured
       ns = ns == 0 ? took : std::min(ns, took);
     }
+  }
+  totals = {times.all_ns, times.waited_ns, 0};
+  for (const StepTimes::Again& one : times.again) {
+    totals.again_ns += one.ns;
   }
   ++timed;
   if (!drops()) {

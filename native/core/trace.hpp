@@ -62,10 +62,17 @@ struct Trace {
   std::vector<Bytes> live{0};         // the most live after the n-th use, before the next
   // Of each moment: the most that would have been occupied if none of its records had left.
   std::vector<Bytes> full{0};
+  // Of each moment: the most that was held in it, of this step as it went. For people.
+  struct Held {
+    Bytes occupied = 0;
+    Bytes mapped = 0;
+  };
+  std::vector<Held> held{{}};
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;
-  int timed = 0;  // steps; kTimed: no more of them need be
+  int timed = 0;      // steps; kTimed: no more of them need be
+  StepTotals totals;  // of the newest that was
   Trials trials;
   Watch watch;
   bool begins_plan = false;    // another one than the steps before had, and what they made of it

@@ -101,9 +101,14 @@ Status Transfers::queue(Lane& lane, StepClock::Kind begins) {
   }
   const bool measured = bytes >= kMeasured && clocks_.steps.watches_copies(begins) &&
                         clocks_.steps.note(begins, lane.clock().stream());
+  Timeline& timeline = clocks_.timeline;
+  const bool out = begins == StepClock::Kind::out;
+  const bool shown = timeline.on() && timeline.copy_begins(lane.clock().stream());
   const Status status = lane.queue(copies_);
+  if (shown) {
+    timeline.copy_ends(lane.clock().stream(), out ? 0 : &lane == &express_ ? 2 : 1, bytes);
+  }
   if (measured) {
-    const bool out = begins == StepClock::Kind::out;
     clocks_.steps.note(out ? StepClock::Kind::out_ends : StepClock::Kind::in_ends,
                        lane.clock().stream(), bytes);
   }

@@ -10,6 +10,7 @@
 #include "entry/hooks.hpp"
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
+#include "entry/shapes.hpp"
 #include "entry/torch_api.hpp"
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
@@ -20,19 +21,6 @@ using namespace nb::literals;
 namespace stagehand::entry {
 
 namespace {
-
-core::Runtime& opened(int device) {
-  std::string error;
-  core::Runtime* runtime = nullptr;
-  {
-    const nb::gil_scoped_release unlocked;
-    runtime = Registry::get().open(device, &error);
-  }
-  if (runtime == nullptr) {
-    throw std::runtime_error("stagehand_alloc: device " + std::to_string(device) + ": " + error);
-  }
-  return *runtime;
-}
 
 void install_driver(const std::vector<std::uintptr_t>& addresses) {
   if (!Registry::get().install_driver(addresses)) {
@@ -298,6 +286,7 @@ NB_MODULE(_native, module) {
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
   module.def("keep", &keep, "device"_a, "address"_a);
+  bind_shapes(module);
 
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks", nb::type_slots(hooks_slots))

@@ -1,9 +1,11 @@
 #include "entry/registry.hpp"
 
+#include <nanobind/nanobind.h>
 #include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace stagehand::entry {
 
@@ -191,6 +193,19 @@ std::uint64_t Registry::graph_of(int device, driver::Stream stream) {
     }
   }
   return 0;
+}
+
+core::Runtime& opened(int device) {
+  std::string error;
+  core::Runtime* runtime = nullptr;
+  {
+    const nanobind::gil_scoped_release unlocked;
+    runtime = Registry::get().open(device, &error);
+  }
+  if (runtime == nullptr) {
+    throw std::runtime_error("stagehand_alloc: device " + std::to_string(device) + ": " + error);
+  }
+  return *runtime;
 }
 
 }  // namespace stagehand::entry

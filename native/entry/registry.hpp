@@ -106,4 +106,7 @@ class Registry {
   bool pinned_set_ = false;       // guarded by mutex_
 };
 
+// The device's runtime; std::runtime_error where it cannot be opened.
+core::Runtime& opened(int device);
+
 }  // namespace stagehand::entry

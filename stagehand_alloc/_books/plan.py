@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from stagehand_alloc._books.markup import escaped
+from stagehand_alloc._books.markup import table as markup_table
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.sizes import format_bytes as size
 
@@ -44,11 +46,7 @@ class StepPlan:
             return (
                 "No step has been learned: a plan is made of the first step whose backward ended."
             )
-        rows = [("in", "made by", "storages", "stay", "move", "dropped", "again")]
-        for line in self.lines:
-            sizes = (size(line.stays), size(line.moves), size(line.dropped))
-            names = (line.region or "-", line.op or "(no graph)")
-            rows.append((*names, str(line.storages), *sizes, f"{line.again_ms:.1f} ms"))
+        rows = [_HEAD, *map(_row, self.lines)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         aligned = [str.ljust, str.ljust, *[str.rjust] * (len(widths) - 2)]
         table = [
@@ -57,13 +55,32 @@ class StepPlan:
             )
             for row in rows
         ]
+        return "\n".join([*table, self._forecast()])
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        if not self.lines:
+            return f"<p>{escaped(str(self))}</p>"
+        rows = [[escaped(cell) for cell in _row(line)] for line in self.lines]
+        return f"{markup_table(_HEAD, rows)}<p>{escaped(self._forecast())}</p>"
+
+    def _forecast(self) -> str:
         if self.step_ms == 0:
-            return "\n".join([*table, "No step has been measured yet."])
+            return "No step has been measured yet."
         told = f"Computing {self.step_ms:.1f} ms; forecast: {self.late_ms:.1f} ms late on the link"
         told += f", {self.again_ms:.1f} ms made again"
         if self.best_ms > 0:
             told += f"; best so far {self.best_ms:.1f} ms in all"
-        return "\n".join([*table, told + "."])
+        return told + "."
+
+
+_HEAD = ("in", "made by", "storages", "stay", "move", "dropped", "again")
+
+
+def _row(line: PlanLine) -> tuple[str, ...]:
+    sizes = (size(line.stays), size(line.moves), size(line.dropped))
+    names = (line.region or "-", line.op or "(no graph)")
+    return (*names, str(line.storages), *sizes, f"{line.again_ms:.1f} ms")
 
 
 def read(device: int) -> StepPlan:

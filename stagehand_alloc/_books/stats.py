@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagehand_alloc import _driver
+from stagehand_alloc._books.markup import escaped, table
 from stagehand_alloc._books.proposal import Proposal, propose_classes
 from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.config import DeviceLike
-from stagehand_alloc._settings.sizes import format_bytes, plain_number, shown
+from stagehand_alloc._settings.sizes import UNLIMITED, format_bytes, plain_number, shown
 
 _MOST_DEVICES = 64  # native/entry/registry.hpp
 # By the number of core/plan.hpp's PlanState.
@@ -139,6 +140,26 @@ class PoolStats:
             f"  {saved}; {evicted}, {restored}, {prefetched}; plan {self.plan_state}\n"
             f"  {pinned} ({size(self.pinned_waste_bytes)} of it empty), "
             f"pageable {size(self.pageable_bytes)}; {self.host_waits} host waits, {stalls}"
+        )
+
+    def _repr_html_(self) -> str:
+        """In a notebook: a bar of what is mapped against high, and the numbers of `str`."""
+        whole = max(self.high if self.high < UNLIMITED else 0, self.mapped, 1)
+        parts = (
+            ("in use", self.live, "#1f6feb"),
+            ("retained", self.retained, "#8fb8f6"),
+            ("mapped, free", max(0, self.mapped - self.occupied), "#c9ced6"),
+        )
+        bar = "".join(
+            f"<span title='{name} {format_bytes(size)}' style='display:inline-block;height:14px;"
+            f"width:{100 * size / whole:.2f}%;background:{colour}'></span>"
+            for name, size, colour in parts
+        )
+        rows = [[escaped(name), format_bytes(size)] for name, size, _ in parts]
+        rows += [["high", format_bytes(self.high)], ["moved", format_bytes(self.evicted_bytes)]]
+        return (
+            f"<div style='max-width:480px;background:#eef0f3;line-height:0'>{bar}</div>"
+            f"{table(('device ' + str(self.device), 'bytes'), rows)}<pre>{escaped(str(self))}</pre>"
         )
 
     def since(self, start: PoolStats) -> PoolStats:

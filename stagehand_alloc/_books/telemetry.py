@@ -3,41 +3,31 @@
 `_books.steps` says what a step is and what a line holds. The step's own thread puts it into a list;
 a thread of ours writes the list half a second later, and whatever is left is written at exit. Lines
 are appended whole, by one call, so that several processes may write to one file.
+
+Steps whose number is a power of two, and the last one, say what is known of their kind
+(`_books.shape`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stagehand_alloc._books import shape as _shape
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books.proposal import Proposal
 from stagehand_alloc._books.steps import StepStats
 from stagehand_alloc._errors import TelemetryError
-from stagehand_alloc._settings.sizes import MIB, format_bytes, shown
 from stagehand_alloc._tell import warn
 
-V0_FIELDS = (
-    *("step", "activations_saved", "activations_kept", "activations_spilled"),
-    *("activations_restored", "spill_bytes", "restore_bytes", "stall_time_ms", "stall_count"),
-    *("pool_hits", "pool_misses", "vram_peak_mb"),
-)
-
-_BEGINS = '{"step": '  # how a line of ours does
-_TEXTS = ("plan", "plan_state", "mode")
-_LISTS = ("proposed_classes_mb", "proposed_slabs_per_class")
-_OTHERS = ("passed_through",)
-_LARGEST_NUMBER = 1 << 63
 _PAUSE = 0.5  # seconds that a line waits for others at most
 _MOST_WAITING = 1024  # lines; then the step's own thread writes
 
@@ -68,8 +58,8 @@ class Writer:
         if len(self._waiting) >= _MOST_WAITING or not _wake_writer():
             self.write()
 
-    def write(self) -> None:
-        """Write what waits."""
+    def write(self, last: bool = False) -> None:
+        """Write what waits; ``last``: nothing comes after it."""
         with self._lock:
             lines = b""
             proposals: dict[int, Proposal] = {}
@@ -77,7 +67,9 @@ class Writer:
                 number, step = self._waiting.popleft()
                 if step.device not in proposals:
                     proposals[step.device] = _stats.proposal_of(step.device)
-                lines += _line(number, step, proposals[step.device])
+                ends = last and number == self._numbers[step.device]
+                shape = ends or number & (number - 1) == 0
+                lines += _line(number, step, proposals[step.device], shape)
             try:
                 while lines and self._failure is None:
                     lines = lines[os.write(self._file, lines) :]
@@ -86,7 +78,7 @@ class Writer:
 
     def close(self) -> None:
         """Write what waits and close the file."""
-        self.write()
+        self.write(last=True)
         with contextlib.suppress(OSError):
             os.close(self._file)
         self._warn_of_failure()
@@ -100,13 +92,16 @@ class Writer:
             )
 
 
-def _line(number: int, step: StepStats, proposal: Proposal) -> bytes:
-    fields = {
+def _line(number: int, step: StepStats, proposal: Proposal, shape: bool) -> bytes:
+    fields: dict[str, Any] = {
         **step.fields(),
         "step": number,
         "proposed_classes_mb": proposal.classes_mb,
         "proposed_slabs_per_class": proposal.slabs_per_class,
     }
+    # Of the newest kind of step: in most runs there is one, or another one each time.
+    if shape and (found := _shape.read(step.device)) is not None:
+        fields["shape"] = _shape.to_json(found)
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -183,153 +178,3 @@ def _begin_child() -> None:
 
 os.register_at_fork(after_in_child=_begin_child)
 atexit.register(close)
-
-
-# ---- reading it back -----------------------------------------------------------------------------
-
-
-def read_steps(path: str | Path) -> list[dict[str, Any]]:
-    """The steps of the last run in a file, of each rank and device. Raises TelemetryError.
-
-    Of each, a run begins at step 1.
-    """
-    runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for line in _lines(Path(path)):
-        run = runs.setdefault(_source(line), [])
-        if line["step"] == 1:
-            run.clear()
-        run.append(line)
-    return [line for _, run in sorted(runs.items()) for line in run]
-
-
-def _source(line: dict[str, Any]) -> tuple[int, int]:
-    return int(line.get("rank", 0)), int(line.get("device", 0))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TelemetryError(
-            f"The telemetry file {path} cannot be read: {error}.",
-            "Give the file that pool(telemetry=...) wrote.",
-        ) from error
-    rows = text.splitlines()
-    for number, row in enumerate(rows, 1):
-        try:
-            line = json.loads(row)
-            valid = isinstance(line, dict) and all(name in line for name in V0_FIELDS)
-        except (ValueError, RecursionError):
-            valid = False
-        if valid:
-            _check_types(path, number, line)
-            yield line
-        # A last line may be cut off, where a process was killed.
-        elif number < len(rows) or not row.startswith(_BEGINS[: len(row)]):
-            raise TelemetryError(
-                f"{path}, line {number}, is not a step of telemetry.",
-                "Give the file that pool(telemetry=...) wrote.",
-            )
-
-
-def _check_types(path: Path, number: int, line: dict[str, Any]) -> None:
-    for name, value in line.items():
-        if name in _TEXTS:
-            right = isinstance(value, str) and value.isprintable()
-        elif name in _LISTS:
-            right = isinstance(value, list) and all(_is_number(one) for one in value)
-        else:
-            right = name in _OTHERS or _is_number(value)
-        if not right:
-            raise TelemetryError(
-                f"{path}, line {number}: {name} is {shown(value)}, which no step has.",
-                "Give the file that pool(telemetry=...) wrote.",
-            )
-
-
-def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 <= value < _LARGEST_NUMBER  # nor NaN, nor what a float cannot be
-    )
-
-
-def report(steps: list[dict[str, Any]], rows: int = 12) -> str:
-    """A short table: the first and last steps, and a line of totals; of each rank and device."""
-    runs = {source: list(run) for source, run in itertools.groupby(steps, _source)}
-    if len(runs) <= 1:
-        return _report_of_one(steps, rows)
-    return "\n\n".join(
-        f"rank {rank}, device {device}\n{_report_of_one(run, rows)}"
-        for (rank, device), run in runs.items()
-    )
-
-
-def _report_of_one(steps: list[dict[str, Any]], rows: int) -> str:
-    columns = (
-        ("step", "step", 1),
-        ("peak MiB", "vram_peak_mb", 1),
-        ("saved", "activations_saved", 1),
-        ("spilled", "activations_spilled", 1),
-        ("spill MiB", "spill_bytes", MIB),
-        ("restored", "activations_restored", 1),
-        ("restore MiB", "restore_bytes", MIB),
-        ("dropped MiB", "dropped_bytes", MIB),
-        ("stall ms", "stall_time_ms", 1),
-        ("over high MiB", "overshoot_bytes", MIB),
-        ("host waits", "host_waits", 1),
-        ("plan", "plan_state", 1),
-    )
-    table = [[title for title, _, _ in columns]]
-    table += [[_cell(step, key, unit) for _, key, unit in columns] for step in _ends(steps, rows)]
-    widths = [max(len(row[at]) for row in table) for at in range(len(columns))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in table
-    ]
-    if len(steps) > rows:
-        lines.insert(1 + (rows + 1) // 2, f"... {len(steps) - rows} more steps ...")
-    return "\n".join([*lines, "", _totals(steps), *pinned_lines(steps)])
-
-
-def pinned_lines(steps: list[dict[str, Any]]) -> list[str]:
-    """What the last step says of the pinned pool; nothing where it says nothing."""
-    last = steps[-1] if steps else {}
-    lines = []
-    if last.get("pinned_bytes"):
-        lines.append(
-            f"pinned {format_bytes(last['pinned_bytes'])}, "
-            f"{format_bytes(last.get('pinned_waste_bytes', 0))} of what is used empty"
-        )
-    if last.get("proposed_classes_mb"):
-        lines.append(
-            "no miss and least waste with "
-            f"pinned_pool_classes_mb={last['proposed_classes_mb']}, "
-            f"slabs_per_class={last['proposed_slabs_per_class']}"
-        )
-    return lines
-
-
-def _ends(steps: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
-    if len(steps) <= rows:
-        return steps
-    return steps[: (rows + 1) // 2] + steps[len(steps) - rows // 2 :]
-
-
-def _cell(step: dict[str, Any], key: str, unit: int) -> str:
-    value = step.get(key, 0)
-    if isinstance(value, str):
-        return value
-    return f"{value / unit:.1f}" if unit != 1 or isinstance(value, float) else str(value)
-
-
-def _totals(steps: list[dict[str, Any]]) -> str:
-    if not steps:
-        return "no steps"
-    return (
-        f"{len(steps)} steps: peak {max(step['vram_peak_mb'] for step in steps):.1f} MiB, "
-        f"spilled {sum(step['spill_bytes'] for step in steps) / MIB:.1f} MiB, "
-        f"restored {sum(step['restore_bytes'] for step in steps) / MIB:.1f} MiB, "
-        f"stalled {sum(step['stall_time_ms'] for step in steps):.1f} ms"
-    )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stagehand_alloc import __version__, _driver
-from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._books import runs as _runs
+from stagehand_alloc._books.table import pinned_lines
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import cache as _cache
 from stagehand_alloc._built import compiler as _recipe
@@ -224,7 +225,7 @@ def _device_nodes() -> str:
 
 
 def _last_run(path: str) -> str:
-    lines = _telemetry.pinned_lines(_telemetry.read_steps(path))
+    lines = pinned_lines(_runs.read([path]).runs[-1])
     return "; ".join(lines) or f"{path} says nothing of pinned memory"
 
 

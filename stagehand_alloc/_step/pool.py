@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import plan as _plan
+from stagehand_alloc._books import shape as _shape
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.stats import PoolStats
@@ -39,6 +40,7 @@ from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor, nn
 
     from stagehand_alloc._step.attach import Attached
@@ -213,6 +215,24 @@ class Pool:
         waits for no GPU work. Empty before a step has been learned.
         """
         return _plan.read(-1 if self._device is None else self._device.index)
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of the memory over a step like the newest, against the watermarks.
+
+        A notebook shows it; ``savefig`` writes it. Needs the extra "plot". Raises PoolError before
+        a step has been learned, InstallError without matplotlib. Takes some milliseconds.
+        """
+        from stagehand_alloc._pictures import figures as _figures
+
+        _figures.require()
+        shape = None if self._device is None else _shape.read(self._device.index)
+        if shape is None or self._budget is None:
+            raise PoolError(
+                "There is nothing to plot: no step has been learned.",
+                "Train two steps, with their backward, first.",
+            )
+        budget = self._budget
+        return _figures.memory(shape.curve, budget.high, budget.low, budget.limit, 720)
 
     @property
     def mem_pool(self) -> Any:

@@ -126,6 +126,7 @@ class Replay {
       }
     }
   }
+  StepShape shape() { return rig_.runtime->step_shape(); }
   PlanState plan_state() { return rig_.runtime->plan_state(); }
   Bytes peak() const { return peak_; }
   std::uint64_t unbudgeted_ns() const { return unbudgeted_ns_; }

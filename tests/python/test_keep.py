@@ -138,9 +138,7 @@ def test_only_what_is_named_stays_on_the_gpu() -> None:
         return stagehand_alloc.stats().evicted_bytes - before
 
     everything = bytes_evicted(stagehand_alloc.pool(recompute=False))
-    named = stagehand_alloc.pool(
-        keep=lambda info: info.module == "blocks.1.up", recompute=False
-    )
+    named = stagehand_alloc.pool(keep=lambda info: info.module == "blocks.1.up", recompute=False)
     assert bytes_evicted(named) == everything - 4 * 8 * 4  # its input, which nothing else saves
     assert named.stats().passed_through["kept"] == 1
 

@@ -43,6 +43,7 @@ FLOORS = (
     ("_extension", "_settings"),
     ("_driver",),
     ("_built", "_books"),
+    ("_pictures",),
     ("_torch_side",),
     ("_step",),
     ("testing",),

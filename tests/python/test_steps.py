@@ -17,6 +17,7 @@ import torch
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError, StepStats, _native
+from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books import telemetry as _telemetry
@@ -256,10 +257,11 @@ def test_two_processes_append_whole_lines_to_one_file(tmp_path: Path) -> None:
         children.append(child)
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
-    lines = _telemetry.read_steps(path)
-    for rank in range(2):
-        mine = [line["step"] for line in lines if line["rank"] == rank]
-        assert mine == list(range(1, 301))
+    found = _runs.read([path])
+    assert found.skipped == ()
+    for run in found.runs:
+        assert [line["step"] for line in run.steps] == list(range(1, 301))
+    assert [run.rank for run in found.runs] == [0, 1]
 
 
 @pytest.mark.usefixtures("gpu")

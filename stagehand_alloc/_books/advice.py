@@ -1,0 +1,178 @@
+"""What other budgets would cost: the planner itself, on the step that a run recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from stagehand_alloc._books.runs import Run
+from stagehand_alloc._books.shape import KnownStep
+from stagehand_alloc._errors import TelemetryError
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.sizes import format_bytes as size
+
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)  # of what a step needs with everything on the GPU
+_ROUND = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Bytes a second that the two directions carry."""
+
+    d2h: float
+    h2d: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Advised:
+    """What steps like the recorded one are expected to do inside ``high``. Sizes in bytes."""
+
+    high: int
+    fits: bool
+    """False: more is in use at one moment than any moving can hold below high."""
+    step_ms: float
+    """With all waits, and what is outside of forward and backward."""
+    slower: float
+    """Over a step that moves nothing: 1.05 takes 5 % longer."""
+    moved: int
+    """To the host, and back again."""
+    dropped: int
+    """And made again; only where the run measured how long that takes."""
+    late_ms: float
+    """The GPU waits for copies."""
+    again_ms: float
+    host: int
+    """Pinned memory that the copies are in at once."""
+
+    def settings(self) -> str:
+        """The pool that does this."""
+        recompute = ", recompute=model" if self.dropped else ""
+        return f'pool(high="{round(self.high / _ROUND)}MiB"{recompute})'
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Of one run. Sizes in bytes."""
+
+    needs: int
+    """What a step needs with everything on the GPU."""
+    least: int
+    """In use at one moment whatever moves: no budget below it can be held."""
+    plain_ms: float
+    """A step that moves nothing."""
+    link: Link
+    measured_link: bool
+    """By the run itself."""
+    budgets: tuple[Advised, ...]
+
+
+def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Advice:
+    """What each budget would cost this run. Raises TelemetryError where it says too little.
+
+    Args:
+        run: with a recorded step: of a run without a budget, or of any.
+        highs: in bytes; empty: 90 % to 50 % of what a step needs.
+        link: what its lanes carry; None: as the run measured.
+
+    How: a step settles on what `native/core/planner` chooses, so that is asked, on the recorded
+    sizes and times, with the link's rates (`native/core/step_shape`, which also says how far off
+    that was). What a step takes outside of forward and backward is added as it was.
+    """
+    known = None if run.shape is None else run.shape.known
+    if run.shape is None or known is None or not known.at_ns:
+        raise TelemetryError(
+            f"{run.file} has no measured step of {run.name}: "
+            + ("it is too large a step" if known is None and run.shape else "the run was too short")
+            + ".",
+            "Train at least 8 steps of one kind with pool(telemetry=...), and end them.",
+        )
+    measured = Link(run.shape.d2h_rate, run.shape.h2d_rate)
+    if link is None and measured.d2h > 0:
+        link = measured
+    if link is None:
+        raise TelemetryError(
+            f"{run.file} says nothing of the link: the run moved nothing.",
+            "Say what it carries: --link 25GB/s (PCIe 3: 12, PCIe 4: 25, PCIe 5: 55).",
+        )
+    whole = _ask(known, 1 << 62, link)
+    needs, least = int(whole["fullest"]), int(whole["least"])
+    wanted = highs or [round(share * needs / _ROUND) * _ROUND for share in _SHARES]
+    plain_ms = _plain_ms(run, known)
+    return Advice(
+        needs=needs,
+        least=least,
+        plain_ms=plain_ms,
+        link=link,
+        measured_link=link == measured,
+        budgets=tuple(_advised(known, high, link, plain_ms, least) for high in wanted),
+    )
+
+
+def _advised(known: KnownStep, high: int, link: Link, plain_ms: float, least: int) -> Advised:
+    found = _ask(known, high, link)
+    late_ms, again_ms = found["late_ns"] / 1e6, found["again_ns"] / 1e6
+    step_ms = plain_ms + late_ms + again_ms
+    return Advised(
+        high=high,
+        fits=least <= high,
+        step_ms=step_ms,
+        slower=step_ms / plain_ms if plain_ms > 0 else 1.0,
+        moved=int(found["moved"]),
+        dropped=int(found["dropped"]),
+        late_ms=late_ms,
+        again_ms=again_ms,
+        host=int(found["host"]),
+    )
+
+
+def _ask(known: KnownStep, high: int, link: Link) -> dict[str, int]:
+    return native.advise(
+        known.records, known.full, known.at_ns, high, link.d2h / 1e9, link.h2d / 1e9
+    )
+
+
+def _plain_ms(run: Run, known: KnownStep) -> float:
+    """A step of that run without its waits and without what it made again."""
+    assert run.shape is not None
+    computing = known.at_ns[-1] / 1e6
+    outside = max(0.0, run.step_ms() - run.shape.all_ms) if run.shape.all_ms > 0 else 0.0
+    return computing + outside
+
+
+def text(advice: Advice) -> str:
+    """A table of the budgets, and what it rests on."""
+    head = ("high", "step", "against plain", "moved", "dropped", "late", "pinned memory", "")
+    rows = [head, *map(_row, advice.budgets)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    said = "as this run measured" if advice.measured_link else "as was given"
+    best = max(
+        (one for one in advice.budgets if one.fits and one.slower <= 1.05),
+        key=lambda one: -one.high,
+        default=None,
+    )
+    needs = (
+        f"A step needs {size(advice.needs)} with everything on the GPU, and "
+        f"{size(advice.least)} whatever moves. Plain, it takes {advice.plain_ms:.4g} ms."
+    )
+    carries = (
+        f"The link: {advice.link.d2h / 1e9:.3g} GB/s to the host and "
+        f"{advice.link.h2d / 1e9:.3g} GB/s back, {said}."
+    )
+    told = [needs, carries, "", *table]
+    if best is not None:
+        told += ["", f"The smallest here that costs at most 5 %: {best.settings()}"]
+    return "\n".join(told)
+
+
+def _row(one: Advised) -> tuple[str, ...]:
+    return (
+        size(one.high),
+        f"{one.step_ms:.4g} ms",
+        f"{one.slower:.2f}",
+        size(one.moved),
+        size(one.dropped) if one.dropped else "-",
+        f"{one.late_ms:.3g} ms",
+        size(one.host),
+        "" if one.fits else "cannot be held",
+    )

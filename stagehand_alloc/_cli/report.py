@@ -1,0 +1,117 @@
+"""`python -m stagehand_alloc report steps.jsonl`: a table, and a page with pictures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stagehand_alloc._books import findings as _findings
+from stagehand_alloc._books import runs as _runs
+from stagehand_alloc._books.runs import Run, Telemetry
+from stagehand_alloc._books.table import table
+from stagehand_alloc._errors import StagehandError, TelemetryError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table and write the page; 2 where the files or the page cannot be had."""
+    options = _parse(arguments)
+    try:
+        telemetry = _runs.read(options.files)
+        print(json.dumps(as_json(telemetry), indent=1) if options.json else text(telemetry))
+        _page(telemetry, options)
+    except StagehandError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        return 0
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m stagehand_alloc report",
+        description="What a run did with its memory, what limited it, and what to change.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what pool(telemetry=...) wrote")
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument(
+        "--html", metavar="PAGE", help="the page; default: FILE with .html at its end"
+    )
+    page.add_argument("--no-html", action="store_true", help="write no page")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of the table")
+    return parser.parse_args(arguments)
+
+
+def text(telemetry: Telemetry) -> str:
+    """The table of each run, what limited it, and what to change."""
+    parts = []
+    for name, run in _runs.by_name(telemetry.runs):
+        told = [f"{found.what}\n  -> {found.todo}" for found in _findings.find(run)]
+        parts.append("\n".join([*([name] if name else []), table(run), "", *told]))
+    across = [f"{found.what}\n  -> {found.todo}" for found in _findings.across(telemetry.runs)]
+    return "\n\n".join([*parts, *across, *map(str, telemetry.skipped)])
+
+
+def as_json(telemetry: Telemetry) -> dict[str, Any]:
+    """For programs: of each run its totals and findings; sizes in bytes."""
+    return {
+        "runs": [_run_json(run) for run in telemetry.runs],
+        "findings": [_finding_json(one) for one in _findings.across(telemetry.runs)],
+        "skipped": [dataclasses.asdict(one) for one in telemetry.skipped],
+    }
+
+
+def _run_json(run: Run) -> dict[str, Any]:
+    return {
+        "file": run.file,
+        "rank": run.rank,
+        "device": run.device,
+        "steps": len(run.steps),
+        "high": int(run.last("high")),
+        "mapped_peak": int(run.most("mapped_peak")),
+        "step_ms": run.step_ms(),
+        "waits_ms": _findings.waits_ms(run),
+        "moved_bytes_a_step": int(run.typical("spill_bytes")),
+        "dropped_bytes_a_step": int(run.typical("dropped_bytes")),
+        "findings": [_finding_json(one) for one in _findings.find(run)],
+    }
+
+
+def _finding_json(found: _findings.Finding) -> dict[str, str]:
+    return {**dataclasses.asdict(found), "level": found.level.value}
+
+
+def _page(telemetry: Telemetry, options: argparse.Namespace) -> None:
+    if options.no_html:
+        return
+    from stagehand_alloc._pictures import page as _page
+
+    path = Path(options.html or Path(options.files[0]).with_suffix(".html"))
+    if options.html is None:
+        try:
+            _refuse_others(path, _page.MARK)
+            written = _page.write(telemetry)
+        except StagehandError as error:  # nobody asked for the page
+            print(f"No page: {error.what} {error.todo}", file=sys.stderr)
+            return
+    else:
+        written = _page.write(telemetry)
+    try:
+        path.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise TelemetryError(
+            f"The page {path} cannot be written: {error.strerror}.",
+            "Name another one with --html, or none with --no-html.",
+        ) from error
+    print(f"page: {path}", file=sys.stderr)
+
+
+def _refuse_others(path: Path, mark: str) -> None:
+    """A page of that name that is not ours is somebody's work."""
+    if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+        raise TelemetryError(f"{path} is there and is no page of ours.", "Name one with --html.")
