@@ -115,8 +115,8 @@ bool StepClock::read(StepTimes* times) {
   };
   std::uint64_t idle = 0;
   std::size_t began = 0;
-  std::size_t making = marks_.size();  // where it began; none
-  std::uint64_t waited = 0;            // meanwhile
+  std::size_t making = marks_.size();                       // where it began; none
+  std::uint64_t waited = 0;                                 // meanwhile
   std::vector<std::pair<std::uint64_t, std::uint64_t>> in;  // copies, on either of two lanes
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     const Mark& mark = marks_[i];

@@ -44,8 +44,8 @@ class Transfers {
     return overtakes && !in_.capped() && !in_.pacer().paced() ? express_ : in_;
   }
 
-  // What is queued next on that lane, of the two, comes behind what is to be there before it: on the
-  // express lane behind the copies in turn up to `awaited`, in turn behind all express ones.
+  // What is queued next on that lane, of the two, comes behind what is to be there before it: on
+  // the express lane behind the copies in turn up to `awaited`, in turn behind all express ones.
   Status keep_order(Lane& lane, Seq awaited);
 
   // Queues the copies of the records' saved ranges out of their blocks into the slabs of their

@@ -49,11 +49,11 @@ bool has_our_data_ptr(Allocator& allocator) {
   alignas(DataPtr) std::array<std::byte, 4 * sizeof(DataPtr)> room;
   room.fill(kPattern);
   DataPtr* const made = ::new (room.data()) DataPtr(allocator.allocate(64));
-  const bool same =
-      std::all_of(room.begin() + sizeof(DataPtr), room.end(),
-                  [](std::byte one) { return one == kPattern; }) &&
-      made->data != nullptr && made->data == made->context.get() && made->device.type == 0 &&
-      made->context.get_deleter() == allocator.raw_deleter();
+  const bool same = std::all_of(room.begin() + sizeof(DataPtr), room.end(),
+                                [](std::byte one) { return one == kPattern; }) &&
+                    made->data != nullptr && made->data == made->context.get() &&
+                    made->device.type == 0 &&
+                    made->context.get_deleter() == allocator.raw_deleter();
   if (same) {
     made->~DataPtr();
   }

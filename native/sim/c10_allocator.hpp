@@ -1,6 +1,6 @@
-// What the bridge needs of torch's CPU allocator, without torch's headers: the bridge is built once,
-// and has to work with every torch from 2.11 on. These are c10/core/Allocator.h's types, laid out as
-// there; `why_not` looks at the libc10.so that is loaded and says where it differs.
+// What the bridge needs of torch's CPU allocator, without torch's headers: the bridge is built
+// once, and has to work with every torch from 2.11 on. These are c10/core/Allocator.h's types, laid
+// out as there; `why_not` looks at the libc10.so that is loaded and says where it differs.
 #pragma once
 
 #include <cstddef>
