@@ -61,7 +61,7 @@ class Config:
     device: DeviceLike = None
     """A number, or `cuda:1`. None: the current one at the first entry."""
     recompute: bool | str | None = None
-    """Drop what is sooner made again: true, or `nodes` (no module runs twice). None: `nodes`."""
+    """Drop what is sooner made again: true, or `nodes` (no module runs twice). None: `nodes`; false in `mempool`."""
     telemetry: bool | str | None = None
     """A file to append one line a step to, or true for `telemetry_file`. None: no file."""
     telemetry_file: str = "activation_telemetry.jsonl"

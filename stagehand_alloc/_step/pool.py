@@ -431,7 +431,9 @@ class Pool:
         from stagehand_alloc._step import hooks as _hooks
         from stagehand_alloc._step import proofs as _recompute
 
-        recompute = NODES if self._config.recompute is None else self._config.recompute
+        recompute = self._config.recompute
+        if recompute is None:  # in a MemPool plans that drop go over high while they are tried
+            recompute = NODES if self._mode != "mempool" else False
         if self._hooks is None:
             _tensors.load(self._config.build_trigger)
             if recompute:
@@ -484,7 +486,7 @@ def pool(
             whose blocks are found: what their forward saves too, by running it again as
             ``torch.utils.checkpoint`` does, and only where it was dropped. They must compute the
             same each time. True: the blocks of the models that the first step calls. False: all of
-            it is moved. Default: the config's, else "nodes".
+            it is moved. Default: the config's, else "nodes"; False in mode "mempool".
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
         on_step: called with the `StepStats` of each step once it has ended: when the next one
             begins, or, where nothing that it saved is alive any more, when the pool is left or

@@ -48,6 +48,17 @@ print(json.dumps({"device": torch.cuda.get_device_name() if torch.cuda.is_availa
 """
 
 
+# Beside each other, before the tests: the first of those would wait for one after the other.
+LIBRARIES = """
+from concurrent.futures import ThreadPoolExecutor
+from stagehand_alloc._built import build, tensors, trigger
+from stagehand_alloc._step import proofs
+with ThreadPoolExecutor() as threads:
+    for one in [threads.submit(build.build, each.LIBRARY) for each in (proofs, trigger, tensors)]:
+        one.exception()  # a test says what is wrong with it
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     test: str
@@ -201,6 +212,7 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
     others = [test for test in tests if test not in alone and test not in on_all]
     first, last = (0, 1) if gpus > 1 else (None, None)
     outcomes = []
+    subprocess.run([sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment(), check=False)
 
     def show_all(running: Iterable[Future[Outcome]]) -> None:
         for done in concurrent.futures.as_completed(running):

@@ -495,7 +495,8 @@ def test_backward_is_right_after_its_pool_is_gone(mode: str, torch_books: None) 
     high = before + ROOM
     for _ in range(STEPS):
         model.zero_grad(set_to_none=True)
-        pool = stagehand_alloc.pool(high=high, low=high - ROOM // 10, mode=mode)
+        # What is proven in backward leaves flags that a later entry reads.
+        pool = stagehand_alloc.pool(high=high, low=high - ROOM // 10, mode=mode, recompute=False)
         with pool:
             loss = mean_square(model, x)
         assert pool.stats().records > 0
@@ -671,7 +672,7 @@ def test_a_cache_folder_that_others_may_write_to_is_refused_in_one_line(
     torch_books: None,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "stagehand_alloc"
     folder.mkdir()
@@ -679,10 +680,10 @@ def test_a_cache_folder_that_others_may_write_to_is_refused_in_one_line(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, x = mlp(), rows()
     expected = one_step(model, x)
-    pool = budget_on_torch("native")
+    pool = budget_on_torch("native", recompute=False)
     assert_trains(pool, model, x, expected)
     assert pool.stats().trigger == "loaded"
-    refused = [line for line in capsys.readouterr().err.splitlines() if str(folder) in line]
+    refused = [line for line in caplog.messages if str(folder) in line]
     assert len(refused) == 1
     assert "others may write to" in refused[0]
     assert not list(folder.iterdir())

@@ -327,7 +327,8 @@ def test_the_suite_goes_on_where_a_variant_ends_its_process(
     result = json.loads((tmp_path / "suite-cpu-1.json").read_text())
     assert result["asked"] == ["adapters"]
     model = result["models"]["adapters"]
-    assert set(model["unavailable"]) == {"save_on_cpu", "ours:0.5"}
+    ended = set(model["unavailable"]) - {"torchtune", "trl"}  # where they are not installed
+    assert ended == {"save_on_cpu", "ours:0.5"}
     assert "host memory ran out" in model["unavailable"]["save_on_cpu"]
     modes = {point["mode"] for point in model["points"]}
     assert {"native", "checkpoint:1.0", "ours:0.6", "ours:0.35"} <= modes

@@ -35,7 +35,9 @@ def test_a_forward_inside_it_trains_as_plain_torch_within_high(made: Any) -> Non
     high = footprint(recipe).high(0.5)
     expected = train(recipe)
     forget()
-    offloading = made.OffloadActivations(use_pin_memory=True, use_streams=True, high=high)
+    offloading = made.OffloadActivations(
+        use_pin_memory=True, use_streams=True, high=high, recompute=False
+    )
     with warnings.catch_warnings(), leaves_nothing():
         warnings.simplefilter("error")
         assert train(recipe, offloading) == expected

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "tests" / "gpu"))  # last: its files are not the test
 
 from test_devices_ranks import WORLD, run  # noqa: E402
 
-from stagehand_alloc._books import telemetry  # noqa: E402
+from stagehand_alloc._books.runs import read  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,14 @@ def test_ranks_train_alike_each_in_its_own_budget_and_half_of_the_host(
         assert rank["mapped_peak"] <= rank["high"]
         assert rank["host_share"] == pytest.approx(0.5 / WORLD, rel=0.1)
     assert ranks[0]["high"] < ranks[1]["high"]
-    steps = telemetry.read_steps(tmp_path / "steps.jsonl")
+    runs = read([tmp_path / "steps.jsonl"]).runs
+    steps = [step for run in runs for step in run.steps]
     by_rank = {rank: [one for one in steps if one["rank"] == rank] for rank in range(WORLD)}
     for rank, found in by_rank.items():
         assert [one["step"] for one in found] == list(range(1, len(ranks[rank]["same"]) + 1))
         assert {one["high"] for one in found} == {ranks[rank]["high"]}
         assert sum(one["spill_bytes"] for one in found) == ranks[rank]["evicted_bytes"]
-    assert "rank 1, device 0" in telemetry.report(steps)
+    assert {(run.rank, run.device) for run in runs} == {(0, 0), (1, 0)}
 
 
 # FSDP2's own hooks are around the pool's, or within: both orders are tried, here and above.
