@@ -41,11 +41,13 @@ def aliases(tree: ast.Module) -> dict[str, str]:
     """By key, what Activation Stagehand v0 calls it, where that is another name."""
     found = {}
     for one in tree.body:
-        named = isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-        if named and one.target.id == "ALIASES" and isinstance(one.value, ast.Dict):
+        if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
+            continue
+        if one.target.id == "ALIASES" and isinstance(one.value, ast.Dict):
             for old, new in zip(one.value.keys, one.value.values, strict=True):
+                assert isinstance(old, ast.Constant)
                 assert isinstance(new, ast.Tuple)
-                found[ast.literal_eval(new.elts[0])] = f"`{ast.literal_eval(old)}`"
+                found[ast.literal_eval(new.elts[0])] = f"`{old.value}`"
     return found
 
 

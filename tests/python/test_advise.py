@@ -20,7 +20,7 @@ from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.advice import Link
 from stagehand_alloc._books.runs import Run
-from stagehand_alloc.testing import SimulatedGpu
+from stagehand_alloc.testing import SimulatedGpu, simulated_gpu
 
 MIB = 1 << 20
 FAST, SLOW = Link(1000e9, 1000e9), Link(10e9, 10e9)
@@ -166,11 +166,19 @@ def steps_of(
     return found
 
 
-def test_a_plain_run_tells_what_budgets_cost_bytes_and_time(
-    gpu: SimulatedGpu, tmp_path: Path
-) -> None:
-    path = tmp_path / "steps.jsonl"
-    _native.empty_cache()
+def test_a_plain_run_tells_what_budgets_cost_bytes_and_time(run_fresh: Any) -> None:
+    # What a device has learned of other models, and its host memory, would count too.
+    here = str(Path(__file__).parent)
+    code = f"import sys; sys.path.append({here!r}); import test_advise as t; t.measured()"
+    run_fresh(code)
+
+
+def measured() -> None:
+    with simulated_gpu(memory="1GiB", seed=1) as gpu:
+        advised_on(gpu, Path("steps.jsonl"))
+
+
+def advised_on(gpu: SimulatedGpu, path: Path) -> None:
     torch.manual_seed(0)
     model, x = Chain(6, 1024), torch.randn(1040, 256)
     for parameter in model.parameters():

@@ -253,7 +253,7 @@ def test_a_file_holds_a_whole_configuration(tmp_path: Path) -> None:
     path = tmp_path / "budget.json"
     path.write_text(json.dumps(WHOLE))
     config = load_config(path)
-    assert config == Config(**WHOLE)
+    assert config == Config(**WHOLE)  # type: ignore[arg-type]
     assert (config.high, config.low, config.limit) == (20 * GIB, 0.5, 22 * GIB)
     assert config.telemetry_path == "steps.jsonl"
     pool = stagehand_alloc.pool(config=path)

@@ -55,7 +55,7 @@ def test_a_trainer_that_checkpoints_moves_what_its_regions_keep(tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore:No eviction can hold")  # as above, where a region runs again
 def test_a_trainer_with_when_needed_runs_no_block_again_where_there_is_room(tmp_path: Path) -> None:
     regions = {"use_reentrant": False, "context_fn": stagehand_alloc.when_needed}
-    more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": regions}
+    more: Any = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": regions}
     expected = huggingface(None, tmp_path)[0]
     forget()
     _, half = within_a_share(lambda _: huggingface(None, tmp_path)[0])

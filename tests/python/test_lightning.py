@@ -26,6 +26,10 @@ EITHER = pytest.mark.parametrize("pl", [lightning.pytorch, pytorch_lightning])
 class Steps:
     """A module's methods; `lightning_of` makes it one of either library's."""
 
+    parameters: Any
+    manual_backward: Any
+    optimizers: Any
+
     def __init__(self, watched: Watched) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -44,7 +48,7 @@ class Steps:
         return self.loss(batch)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.watched.gradients.append(gradients(self))
+        self.watched.gradients.append(gradients(self))  # type: ignore[arg-type]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())

@@ -25,7 +25,7 @@ def test_a_pool_plots_the_memory_of_its_newest_step() -> None:
             y = torch.sin(torch.sin(x))
         y.sum().backward()
     figure = pool.plot()
-    assert "backward</text>" in figure._repr_svg_()
+    assert "backward</text>" in figure._repr_svg_()  # type: ignore[attr-defined]
     assert figure.axes[0].get_ylim()[0] == 0
 
 

@@ -41,11 +41,11 @@ def test_ranks_train_alike_each_in_its_own_budget_and_half_of_the_host(
     assert ranks[0]["high"] < ranks[1]["high"]
     runs = read([tmp_path / "steps.jsonl"]).runs
     steps = [step for run in runs for step in run.steps]
-    by_rank = {rank: [one for one in steps if one["rank"] == rank] for rank in range(WORLD)}
-    for rank, found in by_rank.items():
-        assert [one["step"] for one in found] == list(range(1, len(ranks[rank]["same"]) + 1))
-        assert {one["high"] for one in found} == {ranks[rank]["high"]}
-        assert sum(one["spill_bytes"] for one in found) == ranks[rank]["evicted_bytes"]
+    for number, rank in enumerate(ranks):
+        found = [one for one in steps if one["rank"] == number]
+        assert [one["step"] for one in found] == list(range(1, len(rank["same"]) + 1))
+        assert {one["high"] for one in found} == {rank["high"]}
+        assert sum(one["spill_bytes"] for one in found) == rank["evicted_bytes"]
     assert {(run.rank, run.device) for run in runs} == {(0, 0), (1, 0)}
 
 

@@ -166,7 +166,11 @@ def test_a_pool_of_another_device_than_the_tensors_is_told_of_once(gpu: Simulate
         y.sum().backward()
         pool.step_stats()
 
-    (told,) = warned_of(lambda: [step() for _ in range(2)], "another device or allocator")
+    def steps() -> None:
+        for _ in range(2):
+            step()
+
+    (told,) = warned_of(steps, "another device or allocator")
     assert told.startswith("All ")
 
 
