@@ -45,9 +45,9 @@ def aliases(tree: ast.Module) -> dict[str, str]:
             continue
         if one.target.id == "ALIASES" and isinstance(one.value, ast.Dict):
             for old, new in zip(one.value.keys, one.value.values, strict=True):
-                assert isinstance(old, ast.Constant)
+                assert old is not None
                 assert isinstance(new, ast.Tuple)
-                found[ast.literal_eval(new.elts[0])] = f"`{old.value}`"
+                found[ast.literal_eval(new.elts[0])] = f"`{ast.literal_eval(old)}`"
     return found
 
 
