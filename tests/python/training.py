@@ -111,7 +111,8 @@ def evicting_everything() -> Iterator[None]:
         yield
     finally:
         _native.set_debug(evict_everything=False, poison=False)
-    assert stagehand_alloc.stats().evicted_bytes > before.evicted_bytes
+    after = stagehand_alloc.stats().since(before)
+    assert after.evicted_bytes + after.dropped_bytes > 0  # what nodes can make has no copy
 
 
 def same_as_plain_torch(program: Callable[[Around], Any]) -> None:
