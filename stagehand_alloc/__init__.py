@@ -31,6 +31,7 @@ from stagehand_alloc._errors import ModeError as ModeError
 from stagehand_alloc._errors import NestedPoolError as NestedPoolError
 from stagehand_alloc._errors import NoCudaBuildError as NoCudaBuildError
 from stagehand_alloc._errors import NotBuiltError as NotBuiltError
+from stagehand_alloc._errors import OffloadError as OffloadError
 from stagehand_alloc._errors import PoolError as PoolError
 from stagehand_alloc._errors import PoolThreadError as PoolThreadError
 from stagehand_alloc._errors import RecomputeError as RecomputeError
@@ -54,5 +55,9 @@ from stagehand_alloc._step.regions import checkpoint as checkpoint
 from stagehand_alloc._step.regions import when_needed as when_needed
 from stagehand_alloc._tell import StagehandWarning as StagehandWarning
 from stagehand_alloc._torch_side.install import allocator as allocator
+from stagehand_alloc._weights.access import resident as resident
+from stagehand_alloc._weights.access import visit as visit
+from stagehand_alloc._weights.offload import offload as offload
+from stagehand_alloc._weights.offload import restore as restore
 
 __version__ = "0.1.0"

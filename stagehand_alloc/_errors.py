@@ -91,6 +91,10 @@ class RecomputeError(StagehandError, RuntimeError):
     """A saved tensor that was made again for backward is not what was saved."""
 
 
+class OffloadError(StagehandError, RuntimeError):
+    """Weights that cannot be offloaded, or not in this way."""
+
+
 class TelemetryError(StagehandError, RuntimeError):
     """The telemetry file cannot be written or read."""
 

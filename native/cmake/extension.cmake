@@ -25,8 +25,8 @@ install(TARGETS _native LIBRARY DESTINATION stagehand_alloc)
 install(TARGETS stagehand_sim_library LIBRARY DESTINATION stagehand_alloc/_sim)
 # What is built on the user's machine, against the torch that is there.
 install(FILES torch_hook/over_storage.hpp torch_hook/recipes.cpp torch_hook/serving.hpp
-              torch_hook/tensors.cpp torch_hook/trigger.cpp
+              torch_hook/storage.cpp torch_hook/tensors.cpp torch_hook/trigger.cpp
         DESTINATION stagehand_alloc/torch_hook)
-install(FILES core/recipe_side.hpp core/tensor_side.hpp core/torch_side.hpp core/types.hpp
+install(FILES core/recipe_side.hpp core/storage_side.hpp core/tensor_side.hpp core/torch_side.hpp core/types.hpp
         DESTINATION stagehand_alloc/core)
 install(FILES driver/driver.hpp DESTINATION stagehand_alloc/driver)

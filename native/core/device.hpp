@@ -14,6 +14,7 @@
 #include "core/sealer.hpp"
 #include "core/stall_meter.hpp"
 #include "core/transfers.hpp"
+#include "core/weights.hpp"
 
 namespace stagehand::core {
 
@@ -38,7 +39,8 @@ struct Device {
         departures(*this),
         room(*this),
         prefetcher(*this),
-        sealer(*this) {}
+        sealer(*this),
+        weights(*this) {}
 
   // Where growth stops before anything is evicted: `high`, unless the step is known to need more
   // live memory than that anyway; evicting then would move bytes and hold nothing down.
@@ -68,6 +70,7 @@ struct Device {
   Room room;
   Prefetcher prefetcher;
   Sealer sealer;
+  Weights weights;
 };
 
 }  // namespace stagehand::core

@@ -67,6 +67,29 @@ Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
   return block;
 }
 
+// Ahead of need memory may move for it, but nothing leaves.
+Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
+                               Status* status) {
+  const Bytes size = DeviceHeap::block_bytes(bytes);
+  if (!ahead) {
+    return allocate(entry, size, stream, 0, status);
+  }
+  Arena* arena = heap_.arena_for(stream, size, 0);
+  if (arena == nullptr) {
+    return nullptr;
+  }
+  const Bytes mapped = d_.counters.mapped;
+  Block* block = heap_.take(*arena, size);
+  if (block == nullptr) {
+    block = room_without_evicting(*arena, size);
+  }
+  if (block != nullptr) {
+    count_overshoot(mapped, size);
+    d_.books.hand_out(block);
+  }
+  return block;
+}
+
 bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
@@ -141,6 +164,9 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
     Block* block = room_without_evicting(arena, bytes);
     if (block != nullptr) {
       count_overshoot(mapped, bytes);
+    }
+    if (block == nullptr && arena.key.graph == 0 && d_.weights.make_way(arena.key.small)) {
+      continue;
     }
     if (block == nullptr && arena.key.graph == 0) {
       const Evicted result = evict_for(arena, bytes, attempt);

@@ -33,6 +33,8 @@ class HeapStore final : public Store {
   Bytes bytes_for(const Record& record) const override;
   Block* make(Entry& entry, Record& record, Status* status) override;
   Block* make_ahead(Entry& entry, RecordId record, Bytes bytes, bool far) override;
+  Block* make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
+                      Status* status) override;
   bool begin_step(Bytes target) override;
   Bytes in_use() const override;
   Bytes trim(Entry& entry, Bytes target) override;

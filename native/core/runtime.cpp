@@ -19,6 +19,7 @@ Status Runtime::allocate(Bytes bytes, driver::Stream stream, std::uint64_t graph
   }
   if (d_.debug.evict_everything && graph == 0) {
     d_.room.evict_all(entry);
+    d_.weights.leave_all();
   }
   Status status = Status::ok;
   Block* block = heap_.allocate(entry, DeviceHeap::block_bytes(bytes), stream, graph, &status);

@@ -138,6 +138,34 @@ class Runtime {
   // What that pool serves, to be joined and settled; null where torch's allocator is not used.
   PoolRoute* route() { return uses_torch() ? &torch_->route() : nullptr; }
 
+  // Walks 6 and 7 (core/weights.hpp). A group of so many bytes, which are at `host` for as long as
+  // it stands; away at first.
+  GroupId add_weights(Bytes bytes, std::byte* host);
+  // They are used in this order, as far as anybody knows.
+  void presume_weights(std::span<const GroupId> groups);
+  // Nobody holds it. Waits for the GPU: `host` is the caller's again.
+  void remove_weights(GroupId id);
+  // Holds the group: its bytes are at `address` for work queued on `consumer` from now on. With a
+  // status that is not ok nothing has changed.
+  Status enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address);
+  void leave_weights(GroupId id);
+  // All that nobody holds leaves; for tests, and for who needs the memory.
+  void drop_weights();
+  struct WeightCounts {
+    Weights::Counts counts;
+    Bytes bytes = 0;
+    Bytes home = 0;
+    Bytes largest = 0;  // group
+  };
+  WeightCounts weight_counts();
+  // Page-locks host memory for good, and gives it up again. Both wait; without any lock.
+  bool pin(std::byte* host, Bytes bytes);
+  void unpin(std::byte* host, Bytes bytes);
+  // Copies out, behind the work queued on `stream`, and waits for them. False: not all have moved.
+  bool read_out(std::span<const Copy> copies, driver::Stream stream);
+  // Copies in, behind and before the work queued on `stream`.
+  Status write_in(std::span<const Copy> copies, driver::Stream stream);
+
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
   // for the GPU where it must.
   void set_budget(const Budget& budget);

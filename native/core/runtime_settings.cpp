@@ -82,6 +82,7 @@ void Runtime::set_budget(const Budget& budget) {
   d_.departures.flush();
   d_.clocks.timeline.note(Timeline::What::entered, 0, 0, d_.counters);
   d_.books.arm(budget);
+  d_.weights.fit(entry, d_.budget.high);
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
   d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
@@ -356,7 +357,8 @@ std::string Runtime::history(RecordId id) {
 
 std::string Runtime::invariants_broken() {
   Entry entry(d_.gate);
-  for (const char* broken : {d_.store->broken(), d_.host.broken(), d_.books.broken()}) {
+  for (const char* broken :
+       {d_.store->broken(), d_.host.broken(), d_.books.broken(), d_.weights.broken()}) {
     if (broken != nullptr) {
       return broken;
     }

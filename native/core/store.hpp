@@ -37,6 +37,10 @@ class Store {
   // May give the lock up. `far`: not soon needed.
   virtual Block* make_ahead(Entry& entry, RecordId record, Bytes bytes, bool far) = 0;
 
+  // A block for a weight group, for work on `stream`. `ahead`: as with `make_ahead`.
+  virtual Block* make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
+                              Status* status) = 0;
+
   // Brings the books up to date with what the store does not tell of itself.
   virtual void look() {}
   // The same at an unpack, where what nobody else uses any more can also leave.

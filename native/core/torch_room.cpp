@@ -61,6 +61,11 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   take_stuck();
   if (!d_.budget.armed) {
     end_aside();
+    refresh();
+    // Weights stay below `high` between two steps too.
+    const Bytes request = std::max(OwnRequest::here(), kUnknownRequest);
+    const Bytes growth = cache_.growth_for(request);
+    weights_make_way(request, growth, roof_of_driver(growth, d_.ceiling()));
     return !due.storages.empty();
   }
   d_.books.forgive();
@@ -82,6 +87,9 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   if (fits_under(d_.counters.mapped, growth, roof)) {
     return !due.storages.empty();
   }
+  if (weights_make_way(request != 0 ? request : growth, growth, roof)) {
+    return true;
+  }
   if (known == 0) {
     end_aside();
     evict_down(entry);
@@ -91,6 +99,19 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   }
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
+}
+
+// Groups leave until one of them left a hole for the request. False: none did.
+bool TorchStore::weights_make_way(Bytes request, Bytes growth, Bytes roof) {
+  if (fits_under(d_.counters.mapped, growth, roof)) {
+    return false;
+  }
+  for (Bytes freed = 0; d_.weights.make_way(true, &freed);) {
+    if (freed >= request) {
+      return true;
+    }
+  }
+  return false;
 }
 
 // Walks the cache's segments, once a miss or so. Where torch would map pages for the request behind

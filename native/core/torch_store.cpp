@@ -417,9 +417,16 @@ void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
 // Making again ------------------------------------------------------------------------------------
 
 Block* TorchStore::make(Entry& entry, Record& record, Status* status) {
+  return make_now(entry, record.returning_bytes(), record.stream, status);
+}
+
+Block* TorchStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
+                                Status* status) {
+  return ahead ? make_in_room(entry, bytes, stream, false) : make_now(entry, bytes, stream, status);
+}
+
+Block* TorchStore::make_now(Entry& entry, Bytes bytes, driver::Stream stream, Status* status) {
   HeldStorage held;
-  const Bytes bytes = record.returning_bytes();
-  const driver::Stream stream = record.stream;
   bool made = false;
   {
     const Unlocked unlocked(entry);
@@ -447,7 +454,10 @@ Block* TorchStore::adopt_made(const HeldStorage& held) {
 // is far ahead takes no new segment: that could not be moved out of the way of a request. Nor does
 // any where the driver has no memory for it: torch would empty its cache, and wait for the GPU.
 Block* TorchStore::make_ahead(Entry& entry, RecordId id, Bytes bytes, bool far) {
-  const driver::Stream stream = d_.ledger.find(id)->stream;
+  return make_in_room(entry, bytes, d_.ledger.find(id)->stream, far);
+}
+
+Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream, bool far) {
   if (cache_.largest_hole(owner_here(stream)) < bytes) {
     const Bytes growth = cache_.growth_for(bytes);
     const Bytes roof = d_.ceiling();

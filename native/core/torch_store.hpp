@@ -66,6 +66,8 @@ class TorchStore final : public Store {
   Bytes bytes_for(const Record& record) const override { return record.returning_bytes(); }
   Block* make(Entry& entry, Record& record, Status* status) override;
   Block* make_ahead(Entry& entry, RecordId record, Bytes bytes, bool far) override;
+  Block* make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
+                      Status* status) override;
   void look() override;
   void look_around(Entry& entry) override;
   bool begin_step(Bytes target) override;
@@ -93,6 +95,9 @@ class TorchStore final : public Store {
 
   Block* adopt(const HeldStorage& held, const CacheMap::Owner& owner);
   Block* adopt_made(const HeldStorage& held);
+  Block* make_now(Entry& entry, Bytes bytes, driver::Stream stream, Status* status);
+  Block* make_in_room(Entry& entry, Bytes bytes, driver::Stream stream, bool far);
+  bool weights_make_way(Bytes request, Bytes growth, Bytes roof);
   // Whose blocks torch hands out to this thread for work on `stream`.
   CacheMap::Owner owner_here(driver::Stream stream) const;
   void refresh();

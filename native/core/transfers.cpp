@@ -215,6 +215,20 @@ Status Transfers::copy_in(std::span<const Arrival> arrivals, Lane& lane) {
   return status;
 }
 
+Status Transfers::copy_in(Block* block, std::byte* host, Bytes bytes, Lane& lane, Tick* arrived) {
+  if (holds(Rule::S3)) {
+    if (const Status status = order_behind(lane, *block); status != Status::ok) {
+      return status;
+    }
+  }
+  copies_.assign(1, Copy{block->address, host, bytes});
+  const Status status = finish(queue(lane, StepClock::Kind::in), lane, arrived);
+  newest_express_ = &lane == &express_ ? arrived->seq : newest_express_;
+  block->fence.clear();  // the copy runs behind all of it, and leaves its own tick
+  const Status fenced = fence_block(block, *arrived);
+  return status != Status::ok ? status : fenced;
+}
+
 Status Transfers::poison(Block* block) {
   StreamClock& lane = out_.clock();
   Status status = order_behind(out_, *block);

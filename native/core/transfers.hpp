@@ -56,6 +56,8 @@ class Transfers {
   // Queues the copies of the slabs into the blocks, which become the records'. Behind: the blocks'
   // previous users (S3) and the records' own copies out (S4).
   Status copy_in(std::span<const Arrival> arrivals, Lane& lane);
+  // The same for bytes that are no record's: `host` into the block.
+  Status copy_in(Block* block, std::byte* host, Bytes bytes, Lane& lane, Tick* arrived);
   // The waits of the two, for a copy through pageable memory that the caller makes without the
   // lock.
   Status order_copy_out(const Record& record);

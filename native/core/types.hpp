@@ -30,6 +30,7 @@ enum class Status {
   driver_failed,  // a driver call failed for another reason than memory
   stale,          // the record named is gone (its generation passed)
   corrupted,      // a host copy differs from what was written to it
+  captured,       // a CUDA graph is being captured, which would read where the bytes are now
   recompute,      // the record was dropped: it is to be made again, and given by refill
 };
 

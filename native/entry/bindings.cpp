@@ -14,6 +14,7 @@
 #include "entry/torch_api.hpp"
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
+#include "entry/weights.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -287,6 +288,7 @@ NB_MODULE(_native, module) {
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
   module.def("keep", &keep, "device"_a, "address"_a);
   bind_shapes(module);
+  bind_weights(module);
 
   nb::class_<Handle>(module, "Handle");
   nb::class_<Hooks>(module, "Hooks", nb::type_slots(hooks_slots))

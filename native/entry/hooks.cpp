@@ -9,6 +9,7 @@
 #include "entry/torch_error.hpp"
 #include "entry/torch_side.hpp"
 #include "entry/twins.hpp"
+#include "entry/weights.hpp"
 
 namespace stagehand::entry {
 
@@ -110,6 +111,7 @@ Handle::Handle(Handle&& other) noexcept
       call(std::move(other.call)),
       index(other.index),
       made_inside(other.made_inside),
+      weights(std::move(other.weights)),
       passed(std::move(other.passed)),
       sum(std::move(other.sum)),
       look(other.look),
@@ -213,6 +215,16 @@ void Hooks::see_leaf(nb::handle tensor) {
 Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
   PyObject* const object = tensor.ptr();
+  // Rule W8: before anything else is asked of it; it may be younger than the pool, or away.
+  if (WeightGroup* group = WeightGroup::find(object); group != nullptr) {
+    see_leaf(tensor);
+    const bool leaf = torch.flag(object, torch.is_leaf);
+    Handle handle;
+    handle.weights = nb::find(*group);
+    return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
+                torch.is_parameter(object) ? Reason::leaf : Reason::view_of_leaf,
+                std::move(handle));
+  }
   if (!torch.is_tensor(object)) {
     see_leaf(tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
@@ -450,6 +462,9 @@ nb::object Hooks::unpack(const Handle& handle) {
       return Call::of(handle).make(*this, handle, true);
     }
     raise_modified(handle, version);
+  }
+  if (handle.weights.is_valid()) {
+    WeightGroup::touch(handle.weights);
   }
   if (handle.runtime == nullptr) {
     return handle.passed;

@@ -58,6 +58,7 @@ class Handle {
   nb::object call;           // of the region it was saved in, if any (regions.hpp)
   std::uint32_t index = 0;   // of the save in there
   bool made_inside = false;  // that call can make it again
+  nb::object weights;        // the group whose storage it is over
   nb::object passed;         // where passed through: the tensor itself without its graph
   nb::object sum;            // of its bytes when it was saved, where they are looked at
   core::Plan::ToProve look;

@@ -38,6 +38,7 @@ from stagehand_alloc._step.entry import Entry, Exit, in_this_thread, remove_hook
 from stagehand_alloc._step.module_names import ModuleWatch
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
+from stagehand_alloc._weights.groups import registry as _weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,6 +79,7 @@ class Pool:
         self._budget: Budget | None = None
         self._limits = LaneLimits.of(config)  # guarded by the device's lock, once there is one
         self._hooks: Any = None
+        self._has_weights = False  # that are offloaded, in the newest step
         self._watch = ModuleWatch()
         self._start = PoolStats()
         self._entry: Entry | None = None  # guarded by the device's lock
@@ -368,6 +370,7 @@ class Pool:
         entry.device.begin(
             self, lambda: _set_lane_limits(device, self._limits), self._config.debug_checksums
         )
+        self._has_weights = _weights.begin_step(device, budget.high)
         self._begin_step(entry.device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
@@ -442,7 +445,8 @@ class Pool:
             self._hooks = _hooks.make_hooks(device.index, self._keep, self._watch, device.proofs)
         if recompute:
             entry.device.proofs.collect()
-        self._hooks.begin_step(bool(recompute), bool(recompute) and _recompute.sharded())
+        away = self._has_weights or _recompute.sharded()
+        self._hooks.begin_step(bool(recompute), bool(recompute) and away)
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
         entry.hooked = True

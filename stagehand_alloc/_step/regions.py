@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand_alloc._extension import native
 from stagehand_alloc._step.entry import in_this_thread
 from stagehand_alloc._tell import warn
+from stagehand_alloc._weights import groups as _groups
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -202,6 +203,7 @@ class _Again:
             stack.callback(torch._C._set_graph_exec_group, outer)
             torch._C._set_graph_exec_group(None)
             _spare_buffers(self._function, stack)
+            _hold_weights(self._function, stack)
             stack.enter_context(saved_tensors_hooks(self._capture.pack, self._capture.unpack))
             self._running = stack.pop_all()
 
@@ -277,6 +279,14 @@ def _spare_buffers(function: Any, stack: contextlib.ExitStack) -> None:
                     spared = _spared[module] = _Spared(module)
                 spared.runs += 1
             stack.callback(_end_spare, module, spared)
+
+
+def _hold_weights(function: Any, stack: contextlib.ExitStack) -> None:
+    """A re-run calls the forward of an offloaded block by itself, without the block's hooks."""
+    stack.callback(_groups.end_forwards, len(_groups.inside()))
+    for group in {_groups.registry.of(module): None for module in _modules_of(function)}:
+        if group is not None:
+            group.enter()
 
 
 class _Spared:

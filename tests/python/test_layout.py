@@ -45,6 +45,7 @@ FLOORS = (
     ("_built", "_books"),
     ("_pictures",),
     ("_torch_side",),
+    ("_weights",),
     ("_step",),
     ("testing",),
     ("_cli",),

@@ -1,0 +1,97 @@
+// Walks 6 and 7 as the rest of the program calls them.
+#include <algorithm>
+
+#include "core/pinner.hpp"
+#include "core/runtime.hpp"
+
+namespace stagehand::core {
+
+GroupId Runtime::add_weights(Bytes bytes, std::byte* host) {
+  Entry entry(d_.gate);
+  return d_.weights.standing().add(bytes, host);
+}
+
+void Runtime::presume_weights(std::span<const GroupId> groups) {
+  Entry entry(d_.gate);
+  d_.weights.standing().order().presume(groups);
+}
+
+void Runtime::remove_weights(GroupId id) {
+  Entry entry(d_.gate);
+  d_.weights.standing().at(id).holds = 0;  // whoever held it is gone
+  d_.weights.drop(id);
+  d_.room.wait_for_gpu(entry);  // copies may read the host's
+  d_.weights.standing().remove(id);
+}
+
+Status Runtime::enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address) {
+  Entry entry(d_.gate);
+  const Status status = d_.weights.enter(entry, id, kind, consumer, address);
+  d_.books.note_occupied();
+  return status;
+}
+
+void Runtime::leave_weights(GroupId id) {
+  Entry entry(d_.gate);
+  d_.weights.leave(id);
+}
+
+void Runtime::drop_weights() {
+  Entry entry(d_.gate);
+  d_.weights.leave_all();
+}
+
+Runtime::WeightCounts Runtime::weight_counts() {
+  Entry entry(d_.gate);
+  const Standing& standing = d_.weights.standing();
+  WeightCounts found{d_.weights.counts(), standing.bytes(), d_.weights.home_bytes(), 0};
+  for (GroupId id = 0; id < standing.size(); ++id) {
+    found.largest = std::max(found.largest, standing.at(id).bytes);
+  }
+  return found;
+}
+
+bool Runtime::pin(std::byte* host, Bytes bytes) {
+  const driver::ContextGuard guard(d_.gate.table(), d_.gate.context());
+  return d_.gate.table().host_register(host, bytes, driver::kHostRegisterPortable) ==
+         driver::kSuccess;
+}
+
+void Runtime::unpin(std::byte* host, Bytes bytes) {
+  const driver::ContextGuard guard(d_.gate.table(), d_.gate.context());
+  unpin_chunk(d_.gate.table(), {.host = host, .size = bytes});
+}
+
+bool Runtime::read_out(std::span<const Copy> copies, driver::Stream stream) {
+  Entry entry(d_.gate);
+  Lane& lane = d_.transfers.out();
+  if (d_.clocks.order_after(lane.clock(), d_.clocks.of(stream).now()) != Status::ok) {
+    return false;
+  }
+  const driver::Stream on = lane.clock().stream();
+  if (!d_.gate.in_context()) {
+    return false;
+  }
+  const Unlocked unlocked(entry);
+  return std::all_of(copies.begin(), copies.end(),
+                     [&](const Copy& copy) { return lane.copy_now(on, copy); });
+}
+
+Status Runtime::write_in(std::span<const Copy> copies, driver::Stream stream) {
+  Entry entry(d_.gate);
+  Lane& lane = d_.transfers.in();
+  StreamClock& clock = d_.clocks.of(stream);
+  Status status = d_.clocks.order_after(lane.clock(), clock.now());
+  if (status == Status::ok) {
+    status = lane.queue(copies);
+  }
+  Tick arrived;
+  const Status recorded = lane.clock().record(&arrived);
+  if (recorded != Status::ok) {
+    return recorded;
+  }
+  const Status ordered = d_.clocks.order_after(clock, arrived);
+  return status != Status::ok ? status : ordered;
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,115 @@
+#include "core/standing.hpp"
+
+#include <algorithm>
+
+#include "core/check.hpp"
+
+namespace stagehand::core {
+
+namespace {
+bool before(Plan::Place a, Plan::Place b) {
+  return a.step != b.step ? a.step < b.step : a.index < b.index;
+}
+}  // namespace
+
+GroupId Standing::add(Bytes bytes, std::byte* host) {
+  GroupId id = static_cast<GroupId>(groups_.size());
+  if (spare_.empty()) {
+    groups_.emplace_back();
+    spare_.reserve(groups_.size());  // so that removing needs no memory
+  } else {
+    id = spare_.back();
+    spare_.pop_back();
+  }
+  const std::uint32_t generation = groups_[id].generation + 1;
+  groups_[id] = {};
+  groups_[id].generation = generation;
+  groups_[id].bytes = bytes;
+  groups_[id].host = host;
+  groups_[id].alive = true;
+  ++count_;
+  bytes_ += bytes;
+  return id;
+}
+
+void Standing::remove(GroupId id) {
+  SH_CHECK(!groups_[id].home() && groups_[id].holds == 0);
+  bytes_ -= groups_[id].bytes;
+  groups_[id] = {.generation = groups_[id].generation};
+  spare_.push_back(id);
+  order_.forget(id);
+  --count_;
+}
+
+bool Standing::used(Use use, Plan::Place saves) {
+  if (!order_.used(use)) {
+    return false;
+  }
+  if (!marks_.empty() && before(saves, marks_.back().from)) {
+    saves = marks_.back().from;  // the newest record is gone: places only grow
+  }
+  marks_.push_back({saves, use.group});
+  if (marks_.size() > kMarks) {
+    marks_.pop_front();
+  }
+  return true;
+}
+
+GroupId Standing::farthest() const {
+  GroupId found = kNoGroup;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (!groups_[id].may_leave()) {
+      continue;
+    }
+    const auto further = [&](GroupId other) {
+      const std::uint32_t a = order_.distance(id);
+      const std::uint32_t b = order_.distance(other);
+      return a != b ? a > b : groups_[id].bytes > groups_[other].bytes;
+    };
+    if (found == kNoGroup || further(found)) {
+      found = id;
+    }
+  }
+  return found;
+}
+
+GroupId Standing::next_ahead() const {
+  GroupId seen[kAhead];
+  std::size_t count = 0;
+  for (const Use& use : order_.upcoming()) {
+    if (count == kAhead) {
+      break;
+    }
+    if (std::find(seen, seen + count, use.group) != seen + count || !alive(use.group)) {
+      continue;
+    }
+    if (!groups_[use.group].home()) {
+      return use.group;
+    }
+    seen[count++] = use.group;
+  }
+  return kNoGroup;
+}
+
+std::uint32_t Standing::needed_in(Plan::Place place) const {
+  const auto after = std::lower_bound(
+      marks_.begin(), marks_.end(), place,
+      [](const Mark& mark, Plan::Place wanted) { return before(mark.from, wanted); });
+  return after == marks_.begin() ? UseOrder::kNever : order_.backward_distance((after - 1)->group);
+}
+
+const char* Standing::broken() const {
+  std::size_t count = 0;
+  for (const WeightGroup& group : groups_) {
+    count += group.alive ? 1 : 0;
+    if (group.alive && (group.host == nullptr || group.bytes == 0)) {
+      return "W4: a weight group has no host copy";
+    }
+    if (!group.alive && (group.home() || group.holds > 0)) {
+      return "W5: a weight group that is gone has memory or is held";
+    }
+  }
+  return count == count_ ? nullptr : "W5: weight groups are miscounted";
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,74 @@
+// The weight groups of a device as the decisions see them: which is at home, which is held, which
+// leaves and which comes next. A group stands for good: unlike a record it is used again and again,
+// and its host copy never goes. Pure: no driver, no lock; core/weights.hpp acts on it.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "core/plan.hpp"
+#include "core/use_order.hpp"
+
+namespace stagehand::core {
+
+struct Block;
+
+struct WeightGroup {
+  std::uint32_t generation = 0;  // of the groups that had this id
+  Bytes bytes = 0;
+  std::byte* host = nullptr;  // the host copy: the same bytes, always
+  Block* block = nullptr;     // its memory on the device; null: it is away
+  std::uint32_t clock = 0;    // the copy in that filled it: of which clock,
+  Seq arrived = 0;            // and its event there
+  std::uint32_t holds = 0;
+  bool alive = false;
+  bool ahead = false;  // came ahead of need, and was not used since
+
+  bool home() const { return block != nullptr; }
+  bool may_leave() const { return home() && holds == 0; }
+};
+
+class Standing {
+ public:
+  GroupId add(Bytes bytes, std::byte* host);
+  // It is away, and nobody holds it.
+  void remove(GroupId id);
+  WeightGroup& at(GroupId id) { return groups_[id]; }
+  const WeightGroup& at(GroupId id) const { return groups_[id]; }
+  bool alive(GroupId id) const { return id < groups_.size() && groups_[id].alive; }
+  bool empty() const { return count_ == 0; }
+  UseOrder& order() { return order_; }
+  std::size_t size() const { return groups_.size(); }  // of ids that were ever given
+  Bytes bytes() const { return bytes_; }               // of all
+
+  // A group is used from here on; what is saved next has places from `saves` on. False: it goes on.
+  bool used(Use use, Plan::Place saves);
+  // The group that leaves first: at home, not held, its next use the farthest; of several the
+  // largest. kNoGroup without any.
+  GroupId farthest() const;
+  // The nearest of the next few groups that is away; kNoGroup where all are home.
+  GroupId next_ahead() const;
+  // In how many uses a record of that place is needed: when the group is, that it was saved in.
+  std::uint32_t needed_in(Plan::Place place) const;
+
+  // Empty, or the first broken invariant.
+  const char* broken() const;
+
+ private:
+  static constexpr std::size_t kAhead = 2;     // groups that come before they are used
+  static constexpr std::size_t kMarks = 4096;  // of uses, by what was saved then
+
+  struct Mark {
+    Plan::Place from;
+    GroupId group;
+  };
+
+  std::deque<WeightGroup> groups_;  // a deque: they stay where they are
+  std::vector<GroupId> spare_;
+  std::size_t count_ = 0;
+  Bytes bytes_ = 0;
+  UseOrder order_;
+  std::deque<Mark> marks_;
+};
+
+}  // namespace stagehand::core

@@ -1,0 +1,180 @@
+#include "core/weights.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/device.hpp"
+
+namespace stagehand::core {
+
+Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer,
+                      Address* address) {
+  WeightGroup& group = standing_.at(id);
+  if (d_.clocks.of(consumer).captured()) {
+    return Status::captured;
+  }
+  ++group.holds;  // rule W3: from here on it stays
+  const Record* newest = d_.ledger.newest();
+  const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
+  while (!group.home()) {
+    if (const Status status = bring(entry, id, consumer, false); status != Status::ok) {
+      --group.holds;
+      return status;
+    }
+  }
+  StreamClock& clock = d_.clocks.of(consumer);
+  const Tick arrived{group.clock, group.arrived};
+  if (holds(Rule::W7) && d_.clocks.order_after(clock, arrived) != Status::ok) {
+    --group.holds;
+    return Status::driver_failed;
+  }
+  group.ahead = false;
+  if (&clock != group.block->clock) {
+    d_.clocks.add_user(group.block, clock);
+  }
+  *address = group.block->address;
+  if (begins && home_bytes_ < standing_.bytes()) {
+    clock.note_work(group.bytes);  // a fine clock: copies into what leaves can then start early
+    bring_ahead(entry, consumer);
+  }
+  return Status::ok;
+}
+
+// Into memory of the store's, on the lane. Another thread may have been quicker by then: then that
+// one's stays. On failure the group is away, and the books are as before (rule W5).
+Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead) {
+  WeightGroup& group = standing_.at(id);
+  const std::uint32_t generation = group.generation;
+  Status status = Status::ok;
+  Block* block = d_.store->make_weights(entry, group.bytes, stream, ahead, &status);
+  if (block == nullptr) {
+    return status == Status::ok ? Status::out_of_memory : status;
+  }
+  if (!group.alive || group.generation != generation || group.home()) {
+    d_.books.give_back(block);
+    return Status::ok;
+  }
+  Tick arrived;
+  status = d_.transfers.copy_in(block, group.host, group.bytes, d_.transfers.in(!ahead), &arrived);
+  if (status != Status::ok) {
+    d_.books.give_back(block);
+    return status;
+  }
+  block->owned_by_torch = true;  // though torch knows nothing of it: somebody uses it
+  group.block = block;
+  group.clock = arrived.clock;
+  group.arrived = arrived.seq;
+  group.ahead = ahead;
+  home_bytes_ += group.bytes;
+  ++counts_.loads;
+  counts_.late += ahead ? 0 : 1;
+  counts_.loaded_bytes += group.bytes;
+  return Status::ok;
+}
+
+// The next few, into room below `high`; for that, groups leave that are needed later, and no
+// record does.
+void Weights::bring_ahead(Entry& entry, driver::Stream stream) {
+  for (;;) {
+    const GroupId id = standing_.next_ahead();
+    if (id == kNoGroup || d_.transfers.in().full()) {
+      return;
+    }
+    d_.store->look();
+    const Bytes high = std::min(d_.budget.high, d_.budget.limit);
+    Bytes occupied = d_.counters.occupied;
+    const Bytes before = occupied;
+    while (!fits_under(occupied, standing_.at(id).bytes, high)) {
+      const GroupId last = standing_.farthest();
+      if (last == kNoGroup || standing_.order().distance(last) <= standing_.order().distance(id)) {
+        return;
+      }
+      occupied -= std::min(occupied, standing_.at(last).bytes);
+      put_away(standing_.at(last));
+    }
+    if (occupied != before && d_.gate.due().any()) {
+      const Unlocked unlocked(entry);  // torch has it from here on
+    }
+    if (bring(entry, id, stream, true) != Status::ok) {
+      return;
+    }
+  }
+}
+
+// Rule W2: its memory goes back like any other, behind what names it.
+void Weights::put_away(WeightGroup& group) {
+  SH_CHECK(group.may_leave());
+  Block* block = std::exchange(group.block, nullptr);
+  block->owned_by_torch = false;
+  home_bytes_ -= group.bytes;
+  ++counts_.dropped;
+  if (holds(Rule::W2)) {
+    d_.transfers.fence_users(block);
+  } else {
+    block->fence.clear();
+  }
+  d_.books.give_back(block);
+}
+
+bool Weights::make_way(bool small_too, Bytes* freed) {
+  const GroupId last = standing_.farthest();
+  if (last == kNoGroup) {
+    return false;
+  }
+  const Record* record = d_.books.victims().last_needed(small_too);
+  if (record != nullptr && standing_.needed_in(record->place) > standing_.order().distance(last)) {
+    return false;
+  }
+  if (freed != nullptr) {
+    *freed = standing_.at(last).bytes;
+  }
+  put_away(standing_.at(last));
+  return true;
+}
+
+void Weights::fit(Entry& entry, Bytes most) {
+  d_.store->look();
+  Bytes occupied = d_.counters.occupied;
+  while (occupied > most) {
+    const GroupId last = standing_.farthest();
+    if (last == kNoGroup) {
+      break;
+    }
+    occupied -= std::min(occupied, standing_.at(last).bytes);
+    put_away(standing_.at(last));
+  }
+  if (d_.gate.due().any()) {
+    const Unlocked unlocked(entry);
+  }
+}
+
+void Weights::leave_all() {
+  for (GroupId id = standing_.farthest(); id != kNoGroup; id = standing_.farthest()) {
+    put_away(standing_.at(id));
+  }
+}
+
+void Weights::drop(GroupId id) {
+  if (standing_.at(id).home()) {
+    put_away(standing_.at(id));
+  }
+}
+
+const char* Weights::broken() const {
+  Bytes home = 0;
+  for (GroupId id = 0; id < standing_.size(); ++id) {
+    const WeightGroup& group = standing_.at(id);
+    home += group.home() ? group.bytes : 0;
+    if (group.home() && (group.block->state != BlockState::live || !group.block->owned() ||
+                         group.block->record != nullptr)) {
+      return "W8: the memory of a weight group is not live, or has a record";
+    }
+    if (group.holds > 0 && !group.home()) {
+      return "W3: a weight group is held and away";
+    }
+  }
+  return home == home_bytes_ ? standing_.broken() : "W10: the weights at home are miscounted";
+}
+
+}  // namespace stagehand::core

@@ -1,0 +1,59 @@
+// Weight groups come and go: walks 6 "a block is entered" and 7 "a weight group leaves". What is
+// decided is core/standing.hpp's; the memory is the store's, like a record's; the copies go on the
+// lanes, behind the same waits. A group leaves for nothing, since its host copy always has the same
+// bytes: nothing but its memory's fences is in the way.
+//
+// Guarded by the device's lock. What takes an Entry may give it up.
+#pragma once
+
+#include "core/standing.hpp"
+#include "core/stream_clock.hpp"
+
+namespace stagehand::core {
+
+struct Device;
+class Entry;
+
+class Weights {
+ public:
+  // What was counted, since the start.
+  struct Counts {
+    Bytes loaded_bytes = 0;
+    std::uint64_t loads = 0;  // the group came back, ahead of need or when it was
+    std::uint64_t late = 0;   // of them when it was
+    std::uint64_t dropped = 0;
+  };
+
+  explicit Weights(Device& device) : d_(device) {}
+
+  Standing& standing() { return standing_; }
+  const Counts& counts() const { return counts_; }
+  Bytes home_bytes() const { return home_bytes_; }
+
+  // Walk 6. Holds the group, which is at home for work queued on `consumer` from now on.
+  Status enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer, Address* address);
+  void leave(GroupId id) { --standing_.at(id).holds; }
+
+  // Walk 7. A request lacks room: a group leaves where it is needed no sooner than the record that
+  // would leave else. False: none does. `freed` takes its bytes.
+  bool make_way(bool small_too, Bytes* freed = nullptr);
+  // A pool is entered: groups leave until no more than `most` is in use.
+  void fit(Entry& entry, Bytes most);
+  // All that are not held; one that nobody holds.
+  void leave_all();
+  void drop(GroupId id);
+
+  const char* broken() const;
+
+ private:
+  Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
+  void bring_ahead(Entry& entry, driver::Stream stream);
+  void put_away(WeightGroup& group);
+
+  Device& d_;
+  Standing standing_;
+  Counts counts_;
+  Bytes home_bytes_ = 0;
+};
+
+}  // namespace stagehand::core

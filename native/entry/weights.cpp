@@ -1,0 +1,400 @@
+#include "entry/weights.hpp"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <stdexcept>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "core/pinner.hpp"
+#include "entry/registry.hpp"
+#include "entry/torch_api.hpp"
+#include "entry/torch_error.hpp"
+#include "entry/torch_side.hpp"
+
+namespace stagehand::entry {
+
+namespace {
+
+using core::Address;
+using core::Bytes;
+using core::Status;
+
+constexpr Bytes kAligned = 512;  // as torch's own allocator aligns
+
+const core::StorageSide* g_side = nullptr;  // set once, with the GIL
+
+// By the identity of the storage. Guarded by the GIL, leaked: handles outlive the interpreter.
+std::unordered_map<const void*, WeightGroup*>& groups() {
+  static auto* leaked = new std::unordered_map<const void*, WeightGroup*>;
+  return *leaked;
+}
+
+// What a thread's backward holds: the two groups it needed last.
+struct Window {
+  nb::object newest;
+  nb::object previous;
+  long task = -1;  // the backward whose end will be told
+
+  void clear() {
+    for (nb::object* one : {&previous, &newest}) {
+      if (one->is_valid()) {
+        nb::object left = std::exchange(*one, nb::object());
+        nb::cast<WeightGroup*>(left)->leave();
+      }
+    }
+  }
+};
+
+// Guarded by the GIL, leaked.
+std::unordered_map<std::thread::id, Window>& windows() {
+  static auto* leaked = new std::unordered_map<std::thread::id, Window>;
+  return *leaked;
+}
+
+// The number of the backward that runs on this thread; -1 outside of any.
+long backward_here() {
+  static nb::object* const number =
+      new nb::object(nb::module_::import_("torch._C").attr("_current_graph_task_id"));
+  return nb::cast<long>((*number)());
+}
+
+void tell_of_end(Window& window) {
+  const long task = backward_here();
+  if (task < 0 || task == window.task) {
+    return;
+  }
+  nb::module_::import_("torch.autograd")
+      .attr("Variable")
+      .attr("_execution_engine")
+      .attr("queue_callback")(nb::cpp_function([task] { WeightGroup::end_backward(task); }));
+  window.task = task;
+}
+
+[[noreturn]] void raise(core::Runtime& runtime, Status status, Bytes bytes) {
+  if (status == Status::captured) {
+    throw std::runtime_error(
+        "stagehand_alloc: a block whose weights are offloaded runs while a CUDA graph is being "
+        "captured, which would read where they are now.\n"
+        "Capture without offload, or leave these blocks out of the graph.");
+  }
+  const std::string text = explain(runtime, status, bytes);
+  PyErr_SetString(
+      status == Status::out_of_memory ? TorchApi::get().out_of_memory : PyExc_RuntimeError,
+      text.c_str());
+  throw nb::python_error();
+}
+
+// Pinned for good, in one stretch. Null where the machine has none.
+std::byte* pinned(core::Runtime& runtime, Bytes bytes, int node) {
+  std::byte* host = core::map_host(bytes, node);
+  if (host == nullptr) {
+    return nullptr;
+  }
+  core::Toucher toucher;
+  toucher.start(host, bytes);
+  toucher.wait();
+  if (!runtime.pin(host, bytes)) {
+    core::unmap_host(host, bytes);
+    return nullptr;
+  }
+  return host;
+}
+
+}  // namespace
+
+std::string WeightGroup::use(const core::StorageSide* side) {
+  if (side == nullptr || side->version != core::StorageSide::kVersion ||
+      side->size != sizeof(core::StorageSide)) {
+    return "the storage library is of another version";
+  }
+  g_side = side;
+  return "";
+}
+
+WeightGroup* WeightGroup::find_slowly(PyObject* tensor) {
+  const auto found = groups().find(g_side->identity(tensor));
+  return found != groups().end() ? found->second : nullptr;
+}
+
+WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
+                         const std::vector<std::string>& texts, int numa_node)
+    : device_(device) {
+  if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size()) {
+    throw std::runtime_error("stagehand_alloc: internal error: a weight group of nothing");
+  }
+  core::Runtime& engine = opened(device);
+  const auto undo = [&] {
+    for (const Held& one : held_) {
+      g_side->drop(one.storage);
+    }
+    if (host_ != nullptr) {
+      engine.unpin(host_, bytes_);
+    }
+  };
+  std::vector<core::Copy> copies;
+  try {
+    for (const nb::object& tensor : tensors) {
+      core::SeenStorage seen;
+      void* storage = g_side->hold(tensor.ptr(), &seen);
+      if (storage == nullptr) {
+        throw std::runtime_error("stagehand_alloc: internal error: a weight without a storage");
+      }
+      place_ = {seen.device_type, seen.device};
+      held_.push_back({storage, g_side->identity(tensor.ptr()), bytes_, seen.bytes});
+      copies.push_back({seen.address, nullptr, seen.bytes});
+      bytes_ += core::round_up(seen.bytes, kAligned);
+    }
+    const driver::Stream stream = current_stream(place_);
+    bool copied = false;
+    {
+      const nb::gil_scoped_release unlocked;
+      host_ = pinned(engine, bytes_, numa_node);
+      if (host_ != nullptr) {
+        for (std::size_t i = 0; i < copies.size(); ++i) {
+          copies[i].host = host_ + held_[i].offset;
+        }
+        copied = engine.read_out(copies, stream);
+      }
+    }
+    if (host_ == nullptr) {
+      throw nb::value_error("no host memory");
+    }
+    if (!copied) {
+      raise(engine, Status::driver_failed, bytes_);
+    }
+  } catch (...) {
+    undo();
+    throw;
+  }
+  id_ = engine.add_weights(bytes_, host_);
+  ++count_;
+  for (std::size_t i = 0; i < held_.size(); ++i) {
+    groups().emplace(held_[i].identity, this);
+    g_side->seal(held_[i].storage, texts[i].c_str());
+  }
+}
+
+WeightGroup::~WeightGroup() {
+  if (!restored_) {
+    forget();
+  }
+}
+
+core::Runtime& WeightGroup::runtime() const { return *Registry::get().find(device_); }
+
+// In a forked child the engine is not asked, and the host copy is not there.
+void WeightGroup::forget() {
+  for (const Held& one : held_) {
+    groups().erase(one.identity);
+    g_side->drop(one.storage);
+  }
+  held_.clear();
+  --count_;
+  if (core::Runtime* engine = Registry::get().find(device_); engine != nullptr) {
+    const nb::gil_scoped_release unlocked;
+    engine->remove_weights(id_);
+    engine->unpin(host_, bytes_);
+  }
+}
+
+void WeightGroup::enter(int kind) {
+  if (Registry::get().forked()) {
+    throw std::runtime_error(
+        "stagehand_alloc: this process was forked after the GPU was used, and has no weights.\n"
+        "Start processes that use the model with the 'spawn' or 'forkserver' method.");
+  }
+  core::Runtime& engine = runtime();
+  const driver::Stream stream = current_stream(place_);
+  Address address = 0;
+  Status status = Status::ok;
+  {
+    const nb::gil_scoped_release unlocked;  // making room may wait
+    status = engine.enter_weights(id_, static_cast<core::UseKind>(kind), stream, &address);
+  }
+  settle(engine);
+  if (status != Status::ok) {
+    raise(engine, status, bytes_);
+  }
+  if (open_++ == 0) {
+    address_ = address;
+    for (const Held& one : held_) {
+      g_side->open(one.storage, address + one.offset);
+    }
+  }
+}
+
+void WeightGroup::leave() {
+  if (--open_ == 0) {
+    for (const Held& one : held_) {
+      g_side->seal(one.storage, nullptr);
+    }
+  }
+  if (core::Runtime* engine = Registry::get().find(device_); engine != nullptr) {
+    engine->leave_weights(id_);  // last: from here on it may leave
+  }
+}
+
+void WeightGroup::touch(nb::handle self) {
+  auto* const group = nb::cast<WeightGroup*>(self);
+  constexpr int kBackward = static_cast<int>(core::UseKind::backward);
+  Window& window = windows()[std::this_thread::get_id()];
+  if (window.newest.is_valid() && window.newest.is(self)) {
+    return;
+  }
+  if (window.previous.is_valid() && window.previous.is(self)) {
+    std::swap(window.newest, window.previous);
+    return;
+  }
+  tell_of_end(window);
+  if (window.previous.is_valid()) {
+    nb::object left = std::exchange(window.previous, nb::object());
+    nb::cast<WeightGroup*>(left)->leave();  // first: its memory may be what makes room
+  }
+  group->enter(kBackward);
+  window.previous = std::exchange(window.newest, nb::borrow(self));
+}
+
+void WeightGroup::end_backward(long task) {
+  for (auto& [thread, window] : windows()) {
+    if (window.task == task) {
+      window.task = -1;
+      window.clear();
+    }
+  }
+}
+
+void WeightGroup::end_here() {
+  if (const auto found = windows().find(std::this_thread::get_id()); found != windows().end()) {
+    found->second.task = -1;
+    found->second.clear();
+  }
+}
+
+void WeightGroup::write_back() {
+  if (open_ == 0) {
+    throw std::runtime_error("stagehand_alloc: internal error: weights that are away were written");
+  }
+  core::Runtime& engine = runtime();
+  const driver::Stream stream = current_stream(place_);
+  const core::Copy copy{address_, host_, bytes_};
+  bool copied = false;
+  {
+    const nb::gil_scoped_release unlocked;
+    copied = engine.read_out({&copy, 1}, stream);
+  }
+  if (!copied) {
+    raise(engine, Status::driver_failed, bytes_);
+  }
+}
+
+bool WeightGroup::restore() {
+  if (open_ > 0) {
+    return false;
+  }
+  core::Runtime& engine = runtime();
+  const driver::Stream stream = current_stream(place_);
+  std::vector<core::Copy> copies;
+  for (const Held& one : held_) {
+    const Address address = g_side->open_alone(one.storage);
+    if (address == 0) {
+      for (const Held& other : held_) {
+        g_side->seal(other.storage, nullptr);
+      }
+      raise(engine, Status::out_of_memory, one.bytes);
+    }
+    copies.push_back({address, host_ + one.offset, one.bytes});
+  }
+  if (const Status status = engine.write_in(copies, stream); status != Status::ok) {
+    for (const Held& other : held_) {
+      g_side->seal(other.storage, nullptr);
+    }
+    raise(engine, status, bytes_);
+  }
+  restored_ = true;
+  forget();
+  return true;
+}
+
+std::vector<std::pair<std::uintptr_t, Bytes>> WeightGroup::host() const {
+  std::vector<std::pair<std::uintptr_t, Bytes>> found;
+  for (const Held& one : held_) {
+    found.emplace_back(reinterpret_cast<std::uintptr_t>(host_ + one.offset), one.bytes);
+  }
+  return found;
+}
+
+std::vector<std::uint32_t> WeightGroup::references() const {
+  std::vector<std::uint32_t> found;
+  for (const Held& one : held_) {
+    found.push_back(g_side->use_count(one.storage) - 1);
+  }
+  return found;
+}
+
+namespace {
+
+nb::dict weights(int device) {
+  core::Runtime::WeightCounts found;
+  if (core::Runtime* engine = Registry::get().find(device); engine != nullptr) {
+    found = engine->weight_counts();
+  }
+  nb::dict counts;
+  counts["bytes"] = found.bytes;
+  counts["home"] = found.home;
+  counts["largest"] = found.largest;
+  counts["loads"] = found.counts.loads;
+  counts["late"] = found.counts.late;
+  counts["loaded_bytes"] = found.counts.loaded_bytes;
+  counts["dropped"] = found.counts.dropped;
+  return counts;
+}
+
+}  // namespace
+
+void bind_weights(nb::module_& module) {
+  module.def(
+      "use_storage_side",
+      [](std::uintptr_t table) {
+        return WeightGroup::use(reinterpret_cast<const core::StorageSide*>(table));
+      },
+      nb::arg("table"));
+  module.def("weights", &weights, nb::arg("device"));
+  module.def(
+      "presume_weights",
+      [](int device, const std::vector<core::GroupId>& ids) {
+        opened(device).presume_weights(ids);
+      },
+      nb::arg("device"), nb::arg("ids"));
+  module.def(
+      "drop_weights",
+      [](int device) {
+        if (core::Runtime* engine = Registry::get().find(device); engine != nullptr) {
+          engine->drop_weights();
+        }
+      },
+      nb::arg("device"));
+  module.def("end_weights_here", &WeightGroup::end_here);
+  module.def(
+      "is_weight", [](nb::handle tensor) { return WeightGroup::find(tensor.ptr()) != nullptr; },
+      nb::arg("tensor"));
+  nb::class_<WeightGroup>(module, "WeightGroup", nb::is_weak_referenceable())
+      .def(nb::init<int, const std::vector<nb::object>&, const std::vector<std::string>&, int>(),
+           nb::arg("device"), nb::arg("tensors"), nb::arg("texts"), nb::arg("numa_node") = -1)
+      .def("enter", &WeightGroup::enter, nb::arg("kind"))
+      .def("leave", &WeightGroup::leave)
+      .def("touch", [](nb::handle_t<WeightGroup> self) { WeightGroup::touch(self); })
+      .def("write_back", &WeightGroup::write_back)
+      .def("restore", &WeightGroup::restore)
+      .def("host", &WeightGroup::host)
+      .def("references", &WeightGroup::references)
+      .def_prop_ro("id", &WeightGroup::id)
+      .def_prop_ro("bytes", &WeightGroup::bytes)
+      .def_prop_ro("open", &WeightGroup::open);
+}
+
+}  // namespace stagehand::entry

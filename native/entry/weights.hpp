@@ -1,0 +1,89 @@
+// Weight groups as Python and the hooks see them: the storages of one block's frozen parameters,
+// which are open while somebody holds the group and sealed at all other times.
+//
+// Storages are opened and sealed with the GIL only, by whoever comes first and goes last. What the
+// engine does with the memory in between touches no storage.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/runtime.hpp"
+#include "core/storage_side.hpp"
+#include "entry/dlpack.hpp"
+
+namespace stagehand::entry {
+
+namespace nb = nanobind;
+
+class WeightGroup {
+ public:
+  // Takes the table if it is one of ours; else says why not.
+  static std::string use(const core::StorageSide* side);
+  // The group that the tensor's storage is of; null for all others.
+  static WeightGroup* find(PyObject* tensor) { return count_ == 0 ? nullptr : find_slowly(tensor); }
+
+  // Copies the tensors' storages, one each, to host memory that is pinned for good, and seals them
+  // with these texts. Their memory goes back to torch. All or nothing.
+  WeightGroup(int device, const std::vector<nb::object>& tensors,
+              const std::vector<std::string>& texts, int numa_node);
+  ~WeightGroup();
+  WeightGroup(const WeightGroup&) = delete;
+  WeightGroup& operator=(const WeightGroup&) = delete;
+
+  // Holds the group, at home and open for what this thread's stream does from now on; `kind` is a
+  // core::UseKind. `leave` as often.
+  void enter(int kind);
+  void leave();
+  // Backward needs it on this thread: held until two others were needed after it, or the backward
+  // is over.
+  static void touch(nb::handle self);
+  // The backward with that number is over, on whichever thread.
+  static void end_backward(long task);
+  // What this thread still holds of a backward that was cut short.
+  static void end_here();
+
+  // Its bytes go to the host copy; waits for the GPU. While it is held.
+  void write_back();
+  // The storages get memory of their own with the bytes in it, and the group is over. False, and
+  // nothing has changed, where it is held.
+  bool restore();
+
+  core::GroupId id() const { return id_; }
+  core::Bytes bytes() const { return bytes_; }
+  std::uint32_t open() const { return open_; }
+  // Where the host copies begin: of the tensors, in order. They live as long as the group.
+  std::vector<std::pair<std::uintptr_t, core::Bytes>> host() const;
+  // How often each storage is referred to, beside this group.
+  std::vector<std::uint32_t> references() const;
+
+ private:
+  struct Held {
+    void* storage = nullptr;  // a reference
+    const void* identity = nullptr;
+    core::Bytes offset = 0;  // in the group
+    core::Bytes bytes = 0;
+  };
+  static WeightGroup* find_slowly(PyObject* tensor);
+  void forget();
+  core::Runtime& runtime() const;
+
+  inline static std::size_t count_ = 0;  // of groups; guarded by the GIL
+
+  int device_ = 0;
+  dlpack::Device place_{};
+  core::Address address_ = 0;  // while it is open
+  core::GroupId id_ = core::kNoGroup;
+  core::Bytes bytes_ = 0;
+  std::byte* host_ = nullptr;
+  std::vector<Held> held_;
+  std::uint32_t open_ = 0;  // holds that have come to be; guarded by the GIL
+  bool restored_ = false;
+};
+
+void bind_weights(nb::module_& module);
+
+}  // namespace stagehand::entry

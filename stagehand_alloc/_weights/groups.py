@@ -1,0 +1,240 @@
+"""One offloaded block: its weight group, and the hooks by which it comes and goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from stagehand_alloc._errors import OffloadError, SizeError
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.sizes import format_bytes
+from stagehand_alloc._weights.blocks import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
+
+_thread = threading.local()
+
+
+def inside() -> list[Group]:
+    """The blocks whose forward runs on this thread, the innermost last."""
+    found: list[Group] | None = getattr(_thread, "inside", None)
+    if found is None:
+        found = _thread.inside = []
+    return found
+
+
+def end_forwards(outer: int = 0) -> None:
+    """End all but the ``outer`` first of them: what was cut short tells nobody."""
+    while len(here := inside()) > outer:
+        here[-1].leave()
+
+
+class Group:
+    """The frozen weights of one block. They are to be had while it is entered, and only then."""
+
+    def __init__(
+        self, device: int, name: str, block: nn.Module, weights: list[Weight], node: int
+    ) -> None:
+        self.name = name
+        self.block = weakref.ref(block)
+        self.names = [weight.name for weight in weights]
+        self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
+        self._versions = self._version()
+        self.loading = 0  # load_state_dict calls that are inside
+        self.storages = [int(weight.tensor.untyped_storage()._cdata) for weight in weights]
+        self.native = native.WeightGroup(
+            device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
+        )
+        self._handles: list[Any] = [
+            block.register_forward_pre_hook(_Enter(self), prepend=True),
+            block.register_forward_hook(_Leave(self), always_call=True),
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Of the group, on the device and on the host."""
+        return int(self.native.bytes)
+
+    def enter(self) -> None:
+        """A forward of the block begins on this thread. Raises OffloadError."""
+        import torch
+
+        self._check_frozen()
+        if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again
+            self.native.touch()
+            self.native.enter(BACKWARD)
+        else:
+            self.native.enter(FORWARD if torch.is_grad_enabled() else SAMPLING)
+        inside().append(self)
+
+    def leave(self) -> None:
+        """It has ended, if it had begun."""
+        if self in (here := inside()):
+            here.reverse()
+            here.remove(self)
+            here.reverse()
+            try:
+                self.keep_changes()
+            finally:
+                self.native.leave()
+
+    def keep_changes(self) -> None:
+        """What was written to a weight while it was at home is on the host too."""
+        if (now := self._version()) != self._versions:
+            self.native.write_back()
+            self._versions = now
+
+    def write_back(self) -> None:
+        """The same, whether a change shows or not."""
+        self.native.write_back()
+        self._versions = self._version()
+
+    def add_handles(self, *handles: Any) -> None:
+        """Of further hooks, which end with the others."""
+        self._handles += handles
+
+    def remove_hooks(self) -> None:
+        """The block is a block like any other."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _version(self) -> int:
+        return sum(p._version for one in self._parameters if (p := one()) is not None)
+
+    def _check_frozen(self) -> None:
+        for one in self._parameters:
+            if (parameter := one()) is not None and parameter.requires_grad:
+                block = self.block()
+                names = [] if block is None else list(block.named_parameters())
+                name = next((n for n, p in names if p is parameter), "a parameter")
+                raise OffloadError(
+                    f"{name!r} of the offloaded block {self.name!r} asks for gradients now, and "
+                    "only frozen weights are offloaded.",
+                    "Set requires_grad before stagehand_alloc.offload(model); "
+                    "stagehand_alloc.restore(model) ends what there is.",
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Enter:
+    group: Group
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self.group.enter()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leave:
+    group: Group
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        self.group.leave()
+        # For what keeps a weight where no hook sees it, as bitsandbytes does.
+        wanted = self.group.native
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                hooked: Any = tensor
+                hooked.register_hook(_Touch(wanted))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Touch:
+    group: Any
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.group.touch()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Of what a block returned: pytrees, and dataclasses that torch has no word for."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for one in output.values():
+            yield from _tensors(one)
+    elif isinstance(output, list | tuple):
+        for one in output:
+            yield from _tensors(one)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name, None))
+
+
+def _text(name: str) -> str:
+    return (
+        f"stagehand_alloc: {name!r} is on the host: it belongs to an offloaded block, whose "
+        "weights are on the GPU while the block runs.\n"
+        "Use it inside `with stagehand_alloc.resident(model)`, or end this with "
+        "stagehand_alloc.restore(model)."
+    )
+
+
+class Registry:
+    """The groups there are, by module and by device. Everything with the GIL."""
+
+    def __init__(self) -> None:
+        self._of_module: weakref.WeakKeyDictionary[nn.Module, Group] = weakref.WeakKeyDictionary()
+        self._groups: dict[int, weakref.WeakSet[Group]] = {}
+
+    def add(self, device: int, group: Group) -> None:
+        """A block is offloaded: each module in it is of that group."""
+        self._groups.setdefault(device, weakref.WeakSet()).add(group)
+        block = group.block()
+        for module in [] if block is None else block.modules():
+            self._of_module[module] = group
+
+    def remove(self, group: Group) -> None:
+        """It is restored."""
+        for groups in self._groups.values():
+            groups.discard(group)
+        for module in [m for m, one in self._of_module.items() if one is group]:
+            del self._of_module[module]
+
+    def of(self, module: nn.Module) -> Group | None:
+        """The group of the block that the module is or lies in."""
+        return self._of_module.get(module)
+
+    def of_tensor(self, tensor: Tensor) -> list[Group]:
+        """The group whose storage the tensor is over."""
+        storage = int(tensor.untyped_storage()._cdata)
+        groups = [group for groups in self._groups.values() for group in groups]
+        return [group for group in groups if storage in group.storages]
+
+    def within(self, modules: Iterable[nn.Module]) -> list[Group]:
+        """The groups that any of the modules, or of those in them, lies in; each once."""
+        found = [self.of(one) for module in modules for one in module.modules()]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def begin_step(self, device: int, high: int) -> bool:
+        """A pool is entered on this thread; whether there are weights. Raises SizeError."""
+        groups = list(self._groups.get(device, ()))
+        if not groups:
+            return False
+        native.end_weights_here()
+        end_forwards()
+        largest = max(groups, key=lambda group: group.bytes)
+        if largest.bytes > high:
+            raise SizeError(
+                f"The weights of the block {largest.name!r} are {format_bytes(largest.bytes)}, and "
+                f"high is {format_bytes(high)}.",
+                "Raise high, or offload smaller blocks: offload(model, blocks=...).",
+            )
+        return True
+
+
+registry = Registry()

@@ -1,0 +1,197 @@
+"""`offload` and `restore`: a model's frozen weights live on the host, and come when needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stagehand_alloc import _driver
+from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._built import storage as _storage
+from stagehand_alloc._errors import OffloadError
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.config import Config, DeviceLike
+from stagehand_alloc._settings.host_memory import available_host_bytes
+from stagehand_alloc._settings.sizes import format_bytes
+from stagehand_alloc._tell import warn
+from stagehand_alloc._torch_side import install as _install
+from stagehand_alloc._torch_side import modes as _modes
+from stagehand_alloc._weights import blocks as _blocks
+from stagehand_alloc._weights import state as _state
+from stagehand_alloc._weights.groups import Group, registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    Model = TypeVar("Model", bound=nn.Module)
+
+_ALIGNED = 512  # of each weight, in a group
+
+
+def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -> Model:
+    """Keep the frozen weights of ``model``'s blocks on the host; returns ``model``.
+
+        model = stagehand_alloc.offload(get_peft_model(model, lora))
+        with stagehand_alloc.pool(high="12GiB"):
+            loss = model(batch)
+        loss.backward()
+
+    Weights and saved activations share ``high``. A block's weights come before its forward and its
+    backward, ahead of need where there is room, and leave for free. What is trained stays on the
+    GPU, as do buffers and what a block shares with others. Losses and gradients are those of the
+    model without it, bit by bit; so are those of `torch.no_grad` forwards.
+
+    Outside of their block's forward and backward the weights cannot be touched: reading or writing
+    them raises an error that names the parameter, in any budget. `resident` and `visit` bring them.
+
+    Args:
+        model: on the CPU or the GPU, after PEFT and quantization, before torch.compile; a model on
+            the CPU goes to ``device`` block by block, so that it is never there as a whole.
+        blocks: what comes and goes as a whole. None: the entries of the model's outermost lists of
+            modules of one class. Names, a regular expression for whole names, or modules.
+        device: default: the current CUDA device.
+
+    The host copies are pinned, and stay until the model goes or `restore`: they take as many bytes
+    as the weights. Waits for the GPU. Called again for the same model it does nothing.
+
+    Raises ConfigError where there are no blocks, OffloadError for a model or a torch that this
+    cannot be done with, or where the host has too little memory; then nothing has moved.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise OffloadError(
+            f"offload() was given a {type(model).__name__}, which is no torch.nn.Module.",
+            "Give it the model.",
+        )
+    found = _blocks.find(model, blocks)
+    _blocks.check_apart(found)
+    offloaded = {name for name, block in found.items() if registry.of(block) is not None}
+    if offloaded == set(found):
+        return model
+    if offloaded:
+        missing = min(set(found) - offloaded)
+        raise OffloadError(
+            f"The block {min(offloaded)!r} is offloaded already, and {missing!r} is not.",
+            "Call stagehand_alloc.restore(model) first.",
+        )
+    index = _start(device)
+    weights = _blocks.weights_of(model, found)
+    if not weights:
+        raise OffloadError(
+            f"The {len(found)} blocks of {type(model).__name__} have no frozen weights.",
+            "Freeze the base model first, as PEFT does: trained weights stay on the GPU.",
+        )
+    _check_host(weights)
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        warn(
+            "stagehand_alloc: offload() was given a compiled model: one program reads all blocks, "
+            "and their weights are away.\n"
+            "Compile the blocks instead: for block in model.layers: block.compile()."
+        )
+    _move(model, found, weights, index)
+    return model
+
+
+def restore(model: nn.Module) -> None:
+    """Bring the weights of ``model`` back for good: it is as before `offload`, on the GPU.
+
+    Frees the host copies. Raises OffloadError inside of a forward or a `resident`, and
+    torch.OutOfMemoryError where they do not fit; what has come back by then stays.
+    """
+    native.end_weights_here()
+    for group in registry.within([model]):
+        if not group.native.restore():
+            raise OffloadError(
+                f"The block {group.name!r} is in use: its weights cannot be restored.",
+                "Call restore() outside of the model's forward, backward and resident().",
+            )
+        group.remove_hooks()
+        registry.remove(group)
+
+
+def _start(device: DeviceLike) -> int:
+    """The device, with the engine reached the way pools will. Raises OffloadError, ModeError."""
+    _storage.load()
+    if _install.is_simulated():
+        return 0
+    import torch
+
+    if not _install.is_installed():
+        _modes.resolve(None)
+        _driver.start()
+        cuda: Any = torch.cuda
+        cuda.init()
+    index = _stats.device_index(device)
+    native.open_device(index)
+    if not _install.is_installed():
+        _modes.reach_torch(index, Config())
+        if _modes.trigger().state != "loaded":
+            raise OffloadError(
+                "Weights cannot be offloaded without the trigger library: "
+                f"{_modes.trigger().why or _modes.trigger().state}.",
+                "Install a C++ compiler, or use stagehand_alloc.allocator() before CUDA starts.",
+            )
+    return index
+
+
+def _check_host(weights: dict[str, list[_blocks.Weight]]) -> None:
+    wanted = sum(
+        -(-weight.tensor.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
+        for group in weights.values()
+        for weight in group
+    )
+    if wanted > (there := available_host_bytes()):
+        raise OffloadError(
+            f"The weights of {len(weights)} blocks need {format_bytes(wanted)} of host memory for "
+            f"good, and {format_bytes(there)} is available.",
+            "Offload fewer blocks (blocks=...), quantize the model, or free host memory.",
+        )
+
+
+def _move(
+    model: nn.Module,
+    found: dict[str, nn.Module],
+    weights: dict[str, list[_blocks.Weight]],
+    index: int,
+) -> None:
+    import torch
+
+    nodes = [] if _install.is_simulated() else _driver.numa_nodes()
+    node = nodes[index] if index < len(nodes) else -1
+    target = torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
+    made: list[Group] = []
+    try:
+        for name, block in found.items():
+            if name not in weights:
+                continue
+            if any(weight.tensor.device != target for weight in weights[name]):
+                block.to(target)  # parameters stay the same objects; what is in them does not
+            fresh = _blocks.weights_of(model, {name: block}).get(name, [])
+            kept = {weight.name for weight in weights[name]}
+            made.append(Group(index, name, block, [one for one in fresh if one.name in kept], node))
+            registry.add(index, made[-1])
+        _move_rest(model, made, target)
+    except BaseException as error:
+        for group in made:
+            group.native.restore()
+            group.remove_hooks()
+            registry.remove(group)
+        if isinstance(error, ValueError) and "no host memory" in str(error):
+            raise OffloadError(
+                f"The host refused to pin the weights of {type(model).__name__}.",
+                "Raise the limit of locked memory (ulimit -l), or free host memory.",
+            ) from error
+        raise
+    native.presume_weights(index, [group.native.id for group in made])
+    for group in made:
+        _state.follow(group)
+
+
+def _move_rest(model: nn.Module, made: list[Group], target: Any) -> None:
+    """What is in no block, and so stays, goes to the device too."""
+    for module in model.modules():
+        if registry.of(module) is None:
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if any(tensor is not None and tensor.device != target for tensor in own):
+                move: Any = module._apply
+                move(lambda tensor: tensor.to(target), recurse=False)

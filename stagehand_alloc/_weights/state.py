@@ -1,0 +1,95 @@
+"""`state_dict` and `load_state_dict` of offloaded blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stagehand_alloc._errors import OffloadError
+from stagehand_alloc._weights.groups import SAMPLING, Group
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def follow(group: Group) -> None:
+    """Let the block save the host copies of its weights, and load into them."""
+    block: Any = group.block()
+    group.add_handles(
+        block.register_state_dict_post_hook(_Save(group)),
+        block.register_load_state_dict_pre_hook(_Load(group)),
+        block.register_load_state_dict_post_hook(_Loaded(group)),
+    )
+
+
+class _Save:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        copies = host_copies(self._group)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = on_host(parameter, copies)
+
+
+class _Load:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise OffloadError(
+                f"load_state_dict(assign=True) puts other tensors in the place of those of the "
+                f"offloaded block {self._group.name!r}.",
+                "Load without assign=True, or before stagehand_alloc.offload(model).",
+            )
+        self._group.native.enter(SAMPLING)
+        self._group.loading += 1
+
+
+class _Loaded:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        group = self._group
+        while group.loading:
+            group.loading -= 1
+            try:
+                group.write_back()
+            finally:
+                group.native.leave()
+
+
+def host_copies(group: Group) -> dict[int, Tensor]:
+    """The bytes of each storage on the host, by the address of torch's storage object.
+
+    They share the host copy's memory, and keep it.
+    """
+    import ctypes
+
+    import torch
+
+    copies = {}
+    for storage, (address, size) in zip(group.storages, group.native.host(), strict=True):
+        memory = (ctypes.c_char * size).from_address(address)
+        memory._group = group.native  # type: ignore[attr-defined]
+        copies[storage] = torch.frombuffer(memory, dtype=torch.uint8)
+    return copies
+
+
+def on_host(tensor: Any, copies: dict[int, Tensor]) -> Any:
+    """``tensor`` over its host copy, or as it is where it has none."""
+    import torch
+
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: on_host(getattr(tensor, name), copies) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    found = copies.get(int(tensor.untyped_storage()._cdata))
+    if found is None:
+        return tensor.detach()
+    made = torch.empty(0, dtype=tensor.dtype)
+    return made.set_(
+        found.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
