@@ -1,0 +1,334 @@
+"""Offloaded weights: training is plain torch's bit by bit, inside a budget they do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from training import digest, evicting_everything, gradients, leaves_nothing
+from weights import DEVICE, MIB, TOKENS, WIDTH, Block, Model, build, plain, tokens, trained, watched
+
+import stagehand_alloc
+from stagehand_alloc import _native
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+def offloaded(make: Any = Model, **how: Any) -> nn.Module:
+    return stagehand_alloc.offload(build(make), **how)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_weights() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert _native.check_invariants(DEVICE) == ""
+
+
+# --- Other ways to write a model
+
+
+class Twice(Model):
+    """Each block runs twice: forward goes through them two times."""
+
+    def run(self) -> Any:
+        return [*self.layers, *self.layers]
+
+
+class Dropped(Model):
+    """Some layers are left out at random, others in each step."""
+
+    def run(self) -> Any:
+        return [layer for layer in self.layers if torch.rand(()) > 0.3 or layer is self.layers[0]]
+
+
+class Checkpointed(Model):
+    """Blocks under torch's checkpoint."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def run(self) -> Any:
+        again = functools.partial(
+            torch.utils.checkpoint.checkpoint, use_reentrant=self.use_reentrant
+        )
+        first = self.layers[0]  # whose input asks for no gradient
+        return [first, *(functools.partial(again, layer) for layer in list(self.layers)[1:])]
+
+
+@dataclasses.dataclass
+class Out:
+    x: Tensor
+    note: str = ""
+
+
+class OutBlock(Block):
+    """Returns a dataclass, as LTX-2's blocks do."""
+
+    def forward(self, x: Any) -> Any:
+        return Out(super().forward(x.x if isinstance(x, Out) else x))
+
+
+class Outs(Model):
+    def __init__(self) -> None:
+        super().__init__(block=OutBlock)
+
+    def run(self) -> Any:
+        return [*self.layers, lambda out: out.x]
+
+
+class InCtx(torch.autograd.Function):
+    """Keeps its weight where saved-tensor hooks see nothing, as bitsandbytes does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient @ ctx.weight, None
+
+
+class CtxBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = InCtx.apply(x, self.up.weight)
+        return x + InCtx.apply(F.gelu(h), self.down.weight) + (x @ self.lora_a) @ self.lora_b
+
+
+MODELS = {
+    "plain": Model,
+    "twice": Twice,
+    "layers dropped": Dropped,
+    "checkpoint": functools.partial(Checkpointed, False),
+    "reentrant checkpoint": functools.partial(Checkpointed, True),
+    "dataclasses": Outs,
+    "weights in ctx": functools.partial(Model, block=CtxBlock),
+}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+# --- Training
+
+
+@every_model
+@pytest.mark.parametrize("high", [10, 8])
+def test_training_in_a_budget_is_plain_torchs(make: Any, high: int) -> None:
+    expected = plain(make)
+    with watched() as seen:
+        model = offloaded(make)
+        _native.empty_cache()
+        stagehand_alloc.reset_peak_stats()
+        with leaves_nothing():
+            assert trained(model, stagehand_alloc.pool(high=high * MIB)) == expected
+            _native.drop_weights(DEVICE)
+        del model
+    assert seen.overshoot == 0
+    assert seen.mapped_peak <= high * MIB
+    assert seen.weights["loads"] > 0
+
+
+@every_model
+def test_training_without_a_pool_is_plain_torchs(make: Any) -> None:
+    expected = plain(make)
+    assert trained(offloaded(make)) == expected
+
+
+@every_model
+def test_training_with_all_evicted_that_can_be_is_plain_torchs(make: Any) -> None:
+    expected = plain(make)
+    model = offloaded(make)
+    with evicting_everything():
+        assert trained(model, stagehand_alloc.pool()) == expected
+
+
+def test_regions_that_run_again_find_their_weights() -> None:
+    expected = plain()
+    model = offloaded()
+    pool = stagehand_alloc.pool(recompute=model)
+    with evicting_everything():
+        assert trained(model, pool) == expected
+
+
+def test_without_pressure_nothing_is_loaded_twice() -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=64 * MIB)
+    with watched() as first:
+        trained(model, pool, steps=1)
+    with watched() as later:
+        trained(model, pool, steps=3)
+    assert first.weights["loads"] == 8
+    assert later.weights["loads"] == 0
+
+
+def test_a_step_loads_what_must_move_and_no_more_and_the_host_waits_for_nothing() -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=8 * MIB)
+    trained(model, pool, steps=4)
+    with watched() as seen:
+        trained(model, pool, steps=4)
+    assert seen.weights["late"] == 0
+    # Of 8 groups at least four stay; each of the others comes once forward and once backward.
+    assert 0 < seen.weights["loads"] <= 4 * 2 * 4
+    assert seen.host_waits == 0
+
+
+def test_several_backwards_for_one_optimizer_step() -> None:
+    def run(model: nn.Module, pool: Any) -> Any:
+        for step in range(6):
+            with pool:
+                first, second = model(tokens(step)), model(tokens(step + 50))
+            first.backward()
+            second.backward()
+        return gradients(model)
+
+    expected = run(build(), contextlib.nullcontext())
+    model = offloaded()
+    assert run(model, stagehand_alloc.pool(high=9 * MIB)) == expected
+
+
+def test_two_models_in_turn() -> None:
+    def run(models: list[nn.Module], pool: Any) -> Any:
+        for step in range(4):
+            with pool:
+                losses = [model(tokens(step)) for model in models]
+            sum(losses).backward()
+        return [gradients(model) for model in models]
+
+    expected = run([build(), build()], contextlib.nullcontext())
+    models = [offloaded(), offloaded()]
+    assert run(models, stagehand_alloc.pool(high=12 * MIB)) == expected
+
+
+def test_sampling_between_steps_streams_too() -> None:
+    model, other = offloaded(), build()
+    pool = stagehand_alloc.pool(high=7 * MIB)
+    for step in range(3):
+        trained(model, pool, steps=1)
+        trained(other, steps=1)
+        with watched() as seen, torch.no_grad():
+            assert digest(model(tokens(step))) == digest(other(tokens(step)))
+        assert seen.weights["loads"] > 0
+        with torch.inference_mode():
+            model(tokens(step))
+
+
+def test_sampling_keeps_to_high_between_two_pools() -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=4 * MIB)
+    with pool, torch.no_grad():
+        model(tokens(0))
+    gc.collect()
+    _native.empty_cache()
+    stagehand_alloc.reset_peak_stats()
+    with torch.no_grad():
+        model(tokens(1))
+    assert stagehand_alloc.stats().mapped_peak <= 4 * MIB
+
+
+def test_retaining_the_graph_and_going_back_again() -> None:
+    def run(model: nn.Module, pool: Any) -> Any:
+        with pool:
+            loss = model(tokens(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    expected = run(build(), contextlib.nullcontext())
+    assert run(offloaded(), stagehand_alloc.pool(high=7 * MIB)) == expected
+
+
+def test_a_forward_that_fails_leaves_nothing_held() -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=7 * MIB)
+
+    class Failed(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Failed
+
+    handle = model.layers[4].up.register_forward_pre_hook(fail)
+    for _ in range(3):
+        with pytest.raises(Failed), pool:
+            model(tokens(0))
+    handle.remove()
+    _native.drop_weights(DEVICE)
+    assert _native.weights(DEVICE)["home"] == 0
+    expected = plain()
+    assert trained(model, pool) == expected
+
+
+def test_a_forward_that_is_interrupted_leaves_nothing_held_after_the_next_entry() -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=7 * MIB)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[4].up.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), pool:
+        model(tokens(0))
+    handle.remove()
+    with pool:
+        pass
+    _native.drop_weights(DEVICE)
+    assert _native.weights(DEVICE)["home"] == 0
+
+
+def test_a_backward_that_fails_leaves_nothing_held_after_the_next_entry() -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=7 * MIB)
+    with pool:
+        x = model.embedding(tokens(0))
+        for i, layer in enumerate(model.layers):
+            x = layer(x)
+            if i == 4:
+                x.register_hook(lambda gradient: 1 / 0)
+        loss = x.sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    del loss, x
+    with pool:
+        pass
+    _native.drop_weights(DEVICE)
+    assert _native.weights(DEVICE)["home"] == 0
+
+
+def test_the_graph_may_outlive_the_model() -> None:
+    expected_model, model = build(), offloaded()
+    batch = tokens(0)
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    expected = expected_model.layers[1](expected_model.layers[0](hidden)).sum()
+    expected.backward()
+    wanted, hidden.grad = digest(hidden.grad), None
+    with stagehand_alloc.pool(high=7 * MIB):
+        loss = model.layers[1](model.layers[0](hidden)).sum()
+    del model, batch
+    gc.collect()
+    loss.backward()
+    assert digest(hidden.grad) == wanted
+    del loss
+
+
+def test_the_driver_refusing_a_copy_leaves_the_books_whole(gpu: Any) -> None:
+    model = offloaded()
+    pool = stagehand_alloc.pool(high=7 * MIB)
+    expected = plain()
+    gpu.fail("cuMemcpyHtoDAsync", nth=3)
+    with contextlib.suppress(RuntimeError), pool:
+        model(tokens(0))
+    gpu.fail("cuMemcpyHtoDAsync", times=0)
+    assert _native.check_invariants(DEVICE) == ""
+    assert trained(model, pool) == expected
