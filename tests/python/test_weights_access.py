@@ -1,0 +1,341 @@
+"""Offloaded weights outside of their block: every access raises, and there are ways to them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from training import digest
+from weights import DEVICE, MIB, WIDTH, Block, Model, build, plain, tokens, trained
+
+import stagehand_alloc
+from stagehand_alloc import ConfigError, OffloadError, SizeError, _native
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    made = stagehand_alloc.offload(build())
+    yield made
+    for layer in made.layers:
+        layer.requires_grad_(False)
+    stagehand_alloc.restore(made)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_weights() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert _native.weights(DEVICE)["bytes"] == 0
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in model.state_dict().items()}
+
+
+# --- Every access to the data raises our text; what needs no data works
+
+X = torch.randn(4, WIDTH)
+ONE = torch.ones(4 * WIDTH, WIDTH)
+
+RAISES: dict[str, Callable[[Tensor], Any]] = {
+    "linear": lambda w: F.linear(X, w),
+    "mm": lambda w: X @ w.t(),
+    "add": lambda w: w + 1,
+    "layer_norm": lambda w: F.layer_norm(X, (WIDTH,), w[0]),
+    "embedding": lambda w: F.embedding(torch.tensor([1, 2]), w),
+    "clone": lambda w: w.clone(),
+    "sum": lambda w: w.sum(),
+    "print": str,
+    "item": lambda w: w[0, 0].item(),
+    "numpy": lambda w: w.numpy().sum(),
+    "copy from": lambda w: torch.empty_like(w).copy_(w),
+    "copy to": lambda w: w.copy_(ONE),
+    "mul_": lambda w: w.mul_(2),
+    "data.add_": lambda w: w.data.add_(1),
+    "save": lambda w: torch.save(w, io.BytesIO()),
+    "pickle": lambda w: pickle.dumps(w),
+    "deepcopy": copy.deepcopy,
+    "data_ptr": lambda w: w.data_ptr(),
+    "storage.data_ptr": lambda w: w.untyped_storage().data_ptr(),
+    "to bf16": lambda w: w.to(torch.bfloat16),
+    "foreach": lambda w: torch._foreach_add_([w], [ONE]),
+    "fused adamw": lambda w: torch._fused_adamw_(
+        *([w], [ONE], [ONE.clone()], [ONE.clone()], [], [torch.tensor(1.0)]),
+        **dict(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8),
+        **dict(amsgrad=False, maximize=False),
+    ),
+    "dlpack": torch.from_dlpack,
+    "norm": lambda w: w.norm(),
+    "equal": lambda w: w.equal(ONE),
+    "a view of it": lambda w: w.view(-1)[3].item(),
+    "an alias that was there before": lambda w: w.alias.sum(),
+}
+WORKS: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda w: (w.shape, w.stride(), w.dtype, w.device, w.numel(), w.nbytes),
+    "view": lambda w: w.view(-1),
+    "t": lambda w: w.detach().t(),
+    "chunk": lambda w: w.chunk(2),
+    "version": lambda w: w._version,
+    "is leaf": lambda w: w.is_leaf,
+}
+
+
+@pytest.fixture
+def weight(model: nn.Module) -> Tensor:
+    return model.layers[3].up.weight
+
+
+@pytest.mark.parametrize("access", RAISES.values(), ids=RAISES)
+def test_an_access_to_the_data_raises_our_error(access: Any) -> None:
+    model = build()
+    weight = model.layers[3].up.weight
+    weight.alias = weight.detach()[:2]
+    stagehand_alloc.offload(model)
+    with pytest.raises(RuntimeError, match=r"'layers\.3\.up\.weight' is on the host") as raised:
+        access(weight)
+    assert "stagehand_alloc.resident" in str(raised.value)
+    del raised
+    # It is as usable as before.
+    assert digest(model(tokens(0))) == digest(build()(tokens(0)))
+
+
+@pytest.mark.parametrize("access", WORKS.values(), ids=WORKS)
+def test_what_needs_no_data_works(weight: Tensor, access: Any) -> None:
+    access(weight)
+
+
+def test_a_weight_is_away_whether_or_not_there_is_room_for_it(model: nn.Module) -> None:
+    model(tokens(0))
+    assert _native.weights(DEVICE)["home"] == _native.weights(DEVICE)["bytes"]
+    with pytest.raises(RuntimeError, match="is on the host"):
+        model.layers[0].up.weight.sum()
+
+
+def test_it_stays_the_same_parameter(model: nn.Module) -> None:
+    weight = model.layers[2].up.weight
+    before = (id(weight), weight.shape, weight.dtype, weight._version, weight.requires_grad)
+    trained(model, stagehand_alloc.pool(high=8 * MIB), steps=2)
+    assert model.layers[2].up.weight is weight
+    after = (id(weight), weight.shape, weight.dtype, weight._version, weight.requires_grad)
+    assert after == before
+
+
+# --- Ways to them
+
+
+def test_resident_reads_and_writes(model: nn.Module) -> None:
+    other = build()
+    for layer in other.layers[:2]:
+        layer.up.weight.data.mul_(0.5)
+    with stagehand_alloc.resident(model.layers[0], model.layers[1].up.weight):
+        for layer in model.layers[:2]:
+            layer.up.weight.data.mul_(0.5)  # as PEFT merges: no version tells
+    with pytest.raises(RuntimeError, match="is on the host"):
+        model.layers[0].up.weight.sum()
+    _native.drop_weights(DEVICE)
+    assert digests(model) == digests(other)
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == trained(other)
+
+
+def test_a_block_that_changes_a_weight_in_its_own_forward_keeps_the_change() -> None:
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.down.bias.add_(0.01)
+            return super().forward(x)
+
+    def make() -> nn.Module:
+        return Model(block=Counting)
+
+    other, model = build(make), stagehand_alloc.offload(build(make))
+    for step in range(3):
+        with torch.no_grad():
+            assert digest(model(tokens(step))) == digest(other(tokens(step)))
+        _native.drop_weights(DEVICE)
+
+
+def test_visit_has_each_parameter_at_home(model: nn.Module) -> None:
+    other = dict(build().named_parameters())
+    seen = {name: digest(p) for name, p in stagehand_alloc.visit(model)}
+    assert seen == {name: digest(p) for name, p in other.items()}
+
+
+def test_restore_ends_it(model: nn.Module) -> None:
+    expected = plain()
+    trained(model, stagehand_alloc.pool(high=8 * MIB), steps=0)
+    stagehand_alloc.restore(model)
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert digests(model) == digests(build())
+    assert trained(model) == expected
+    stagehand_alloc.restore(model)  # nothing is left to do
+    stagehand_alloc.offload(model)
+
+
+def test_restore_inside_of_resident_is_refused(model: nn.Module) -> None:
+    with (
+        stagehand_alloc.resident(model.layers[0]),
+        pytest.raises(OffloadError, match="is in use"),
+    ):
+        stagehand_alloc.restore(model)
+
+
+# --- state_dict
+
+
+def test_state_dict_is_that_of_the_model(model: nn.Module) -> None:
+    expected = digests(build())
+    assert digests(model) == expected
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert {name: digest(tensor) for name, tensor in loaded.items()} == expected
+
+
+def test_a_state_dict_outlives_the_model() -> None:
+    model = stagehand_alloc.offload(build())
+    state = model.state_dict()
+    del model
+    gc.collect()
+    assert {name: digest(tensor) for name, tensor in state.items()} == digests(build())
+    state.clear()
+
+
+def test_load_state_dict_reaches_the_host(model: nn.Module) -> None:
+    torch.manual_seed(77)
+    other = Model()
+    model.load_state_dict(other.state_dict())
+    _native.drop_weights(DEVICE)
+    assert digests(model) == digests(other)
+    assert digest(model(tokens(0))) == digest(other(tokens(0)))
+    with pytest.raises(RuntimeError, match="is on the host"):
+        model.layers[0].up.weight.sum()
+
+
+def test_load_state_dict_may_not_put_others_in_their_place(model: nn.Module) -> None:
+    with pytest.raises(OffloadError, match="assign=True"):
+        model.load_state_dict(build().state_dict(), assign=True)
+
+
+# --- Bad input
+
+
+def test_offload_again_does_nothing(model: nn.Module) -> None:
+    loads = _native.weights(DEVICE)["bytes"]
+    assert stagehand_alloc.offload(model) is model
+    assert _native.weights(DEVICE)["bytes"] == loads
+
+
+def test_blocks_by_name_by_expression_and_as_modules() -> None:
+    for blocks in (["layers.1", "layers.2"], r"layers\.[12]", lambda m: [m.layers[1], m.layers[2]]):
+        model = build()
+        stagehand_alloc.offload(model, blocks=blocks(model) if callable(blocks) else blocks)
+        model.layers[0].up.weight.sum()
+        with pytest.raises(RuntimeError, match="is on the host"):
+            model.layers[1].up.weight.sum()
+        assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == plain()
+        del model
+        gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        ("nothing", "is the name of no module"),
+        ("(", "is no regular expression"),
+        (7, "is neither a name"),
+        ([nn.Linear(2, 2)], "is neither a name"),
+        (["layers", "layers.1"], "lies inside the block 'layers'"),
+    ],
+)
+def test_blocks_that_are_none(blocks: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        stagehand_alloc.offload(build(), blocks=blocks)
+
+
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(ConfigError, match="no list of modules of one class"):
+        stagehand_alloc.offload(nn.Linear(2, 2))
+
+
+def test_a_model_of_which_all_is_trained_has_nothing_to_offload() -> None:
+    with pytest.raises(OffloadError, match="no frozen weights"):
+        stagehand_alloc.offload(build().requires_grad_(True))
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(OffloadError, match=r"is no torch\.nn\.Module"):
+        stagehand_alloc.offload(3)  # type: ignore[type-var]
+
+
+def test_some_blocks_are_offloaded_already(model: nn.Module) -> None:
+    with pytest.raises(OffloadError, match="is offloaded already"):
+        stagehand_alloc.offload(model, blocks=["layers.0", "head"])
+
+
+def test_a_block_larger_than_the_budget(model: nn.Module) -> None:
+    with pytest.raises(SizeError, match="The weights of the block"):
+        stagehand_alloc.pool(high=MIB // 4).__enter__()
+
+
+def test_weights_that_ask_for_gradients_later(model: nn.Module) -> None:
+    model.layers[1].up.weight.requires_grad_(True)
+    with pytest.raises(OffloadError, match="asks for gradients now"):
+        model(tokens(0))
+
+
+def test_host_memory_that_is_not_there_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stagehand_alloc._weights import offload as _offload
+
+    monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB)
+    model = build()
+    with pytest.raises(OffloadError, match="of host memory for good, and"):
+        stagehand_alloc.offload(model)
+    assert digests(model) == digests(build())
+
+
+def test_the_driver_refusing_to_pin_moves_nothing(gpu: Any) -> None:
+    model = build()
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    with pytest.raises(OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert digests(model) == digests(build())
+    assert trained(model) == plain()
+
+
+def test_what_is_shared_and_what_is_trained_stays() -> None:
+    class Shared(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[3].up.weight = self.layers[5].up.weight  # of two blocks
+
+    model = stagehand_alloc.offload(build(Shared))
+    model.layers[3].up.weight.sum()
+    model.layers[3].lora_a.sum()
+    model.head.weight.sum()
+    with pytest.raises(RuntimeError, match="is on the host"):
+        model.layers[3].down.weight.sum()
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == plain(Shared)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_is_told(model: nn.Module) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            model.layers[0](torch.ones(1))
+        except RuntimeError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
