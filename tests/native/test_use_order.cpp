@@ -1,0 +1,183 @@
+// The order in which weight groups are used, and what leaves and comes by it: pure.
+#include <vector>
+
+#include "core/standing.hpp"
+#include "native/test.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+constexpr auto kForward = UseKind::forward;
+constexpr auto kBackward = UseKind::backward;
+constexpr auto kSampling = UseKind::sampling;
+
+std::vector<GroupId> first(std::size_t count, GroupId from = 0) {
+  std::vector<GroupId> ids;
+  for (GroupId id = from; id < from + count; ++id) {
+    ids.push_back(id);
+  }
+  return ids;
+}
+
+// The groups that are expected next.
+std::vector<GroupId> next(const UseOrder& order, std::size_t count) {
+  std::vector<GroupId> ids;
+  for (const Use& use : order.upcoming()) {
+    if (ids.size() < count) {
+      ids.push_back(use.group);
+    }
+  }
+  return ids;
+}
+
+void step(UseOrder& order, const std::vector<GroupId>& groups) {
+  for (const GroupId id : groups) {
+    order.used({id, kForward});
+  }
+  for (auto id = groups.rbegin(); id != groups.rend(); ++id) {
+    order.used({*id, kBackward});
+  }
+}
+
+TEST(
+    "before anything is known, forward is expected in the order given and backward in its "
+    "reverse") {
+  UseOrder order;
+  order.presume(first(3));
+  CHECK(order.used({0, kForward}));
+  CHECK(next(order, 5) == (std::vector<GroupId>{1, 2, 2, 1, 0}));
+  CHECK_EQ(order.distance(1), 1);
+  CHECK_EQ(order.distance(0), 5);  // its backward
+  CHECK_EQ(order.backward_distance(1), 4);
+  order.used({1, kForward});
+  order.used({2, kForward});
+  order.used({2, kBackward});
+  CHECK_EQ(order.distance(2), 5);  // the next step's forward: farthest of all
+  CHECK_EQ(order.distance(0), 2);
+}
+
+TEST("a use that goes on is none") {
+  UseOrder order;
+  order.presume(first(3));
+  CHECK(order.used({1, kForward}));
+  CHECK(!order.used({1, kForward}));
+  CHECK(order.used({1, kBackward}));
+}
+
+TEST("another order is learned in a step") {
+  UseOrder order;
+  order.presume(first(4));
+  step(order, {3, 1, 0, 2});
+  order.used({3, kForward});
+  CHECK(next(order, 7) == (std::vector<GroupId>{1, 0, 2, 2, 0, 1, 3}));
+}
+
+TEST("a group that is used twice in a forward: what came before says which of the two it is") {
+  UseOrder order;
+  order.presume(first(2));
+  for (int i = 0; i < 2; ++i) {
+    step(order, {0, 1, 0, 1});
+  }
+  order.used({0, kForward});
+  order.used({1, kForward});
+  CHECK(next(order, 2) == (std::vector<GroupId>{0, 1}));
+  order.used({0, kForward});
+  order.used({1, kForward});
+  CHECK(next(order, 2) == (std::vector<GroupId>{1, 0}));  // backward
+}
+
+TEST("sampling goes on as sampling went on, and training as training") {
+  UseOrder order;
+  order.presume(first(3));
+  for (int i = 0; i < 2; ++i) {
+    step(order, first(3));
+    for (int sample = 0; sample < 2; ++sample) {
+      for (const GroupId id : first(3)) {
+        order.used({id, kSampling});
+      }
+    }
+  }
+  step(order, first(3));
+  for (const GroupId id : first(3)) {
+    order.used({id, kSampling});
+  }
+  CHECK(next(order, 2) == (std::vector<GroupId>{0, 1}));
+}
+
+TEST("a group that is gone is expected no more") {
+  UseOrder order;
+  order.presume(first(3));
+  order.used({0, kForward});
+  order.forget(1);
+  CHECK(next(order, 1) == (std::vector<GroupId>{2}));
+  CHECK_EQ(order.distance(1), UseOrder::kNever);
+}
+
+TEST("of a long past only the newest part is remembered") {
+  UseOrder order;
+  order.presume(first(3));
+  for (int i = 0; i < 2000; ++i) {
+    step(order, first(3));
+  }
+  CHECK(order.upcoming().size() <= 16);
+}
+
+// Which group leaves, and which comes ----------------------------------------------------------
+
+struct Model {
+  Standing standing;
+  std::vector<std::byte> host{16};
+  std::vector<Block> blocks;
+
+  explicit Model(std::size_t count) : blocks(count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      standing.add(1_MiB, host.data());
+    }
+    standing.order().presume(first(count));
+  }
+  void home(GroupId id, bool is = true) { standing.at(id).block = is ? &blocks[id] : nullptr; }
+};
+
+TEST("W3: what is held is no victim, and of the others the one that is needed last is") {
+  Model model(4);
+  for (GroupId id = 0; id < 4; ++id) {
+    model.home(id);
+    model.standing.used({id, kForward}, {});
+  }
+  CHECK_EQ(model.standing.farthest(), 0);  // of four backwards its is the last
+  model.standing.at(0).holds = 1;
+  CHECK_EQ(model.standing.farthest(), 1);
+  model.standing.used({3, kBackward}, {});
+  CHECK_EQ(model.standing.farthest(), 3);  // only the next step needs it
+  CHECK_EQ(model.standing.broken() == nullptr, true);
+}
+
+TEST("the next two groups that are away come ahead of need, and no further ones") {
+  Model model(5);
+  model.home(0);
+  model.standing.used({0, kForward}, {});
+  CHECK_EQ(model.standing.next_ahead(), 1);
+  model.home(1);
+  CHECK_EQ(model.standing.next_ahead(), 2);
+  model.home(2);
+  CHECK_EQ(model.standing.next_ahead(), kNoGroup);
+}
+
+TEST("a record is needed when the group is that it was saved in") {
+  Model model(3);
+  model.standing.used({0, kForward}, {1, 4});
+  model.standing.used({1, kForward}, {1, 9});
+  model.standing.used({2, kForward}, {1, 12});
+  const auto needed = [&](Plan::Place place) { return model.standing.needed_in(place); };
+  CHECK_EQ(needed({1, 13}), 1);
+  CHECK_EQ(needed({1, 10}), 2);
+  CHECK_EQ(needed({1, 5}), 3);
+  CHECK_EQ(needed({1, 9}), 3);
+  CHECK_EQ(needed({1, 2}), UseOrder::kNever);  // saved before any
+  CHECK_EQ(needed({2, 0}), 1);                 // of the next step, saved in this group still
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
