@@ -51,9 +51,10 @@ class Group:
         self.native = native.WeightGroup(
             device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
         )
+        enter, leave = _hooks(self)
         self._handles: list[Any] = [
-            block.register_forward_pre_hook(_Enter(self), prepend=True),
-            block.register_forward_hook(_Leave(self), always_call=True),
+            block.register_forward_pre_hook(enter, prepend=True),
+            block.register_forward_hook(leave, always_call=True),
         ]
 
     @property
@@ -121,33 +122,23 @@ class Group:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Enter:
-    group: Group
+def _hooks(group: Group) -> tuple[Any, Any]:
+    """What comes before and after the block's forward; neither is compiled with it."""
+    import torch
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        import torch
+    @torch.compiler.disable
+    def enter(module: nn.Module, inputs: Any) -> None:
+        group.enter()
 
-        if not torch.compiler.is_compiling():
-            self.group.enter()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leave:
-    group: Group
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        import torch
-
-        if torch.compiler.is_compiling():
-            return
-        self.group.leave()
+    @torch.compiler.disable
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        group.leave()
         # For what keeps a weight where no hook sees it, as bitsandbytes does.
-        wanted = self.group.native
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                hooked: Any = tensor
-                hooked.register_hook(_Touch(wanted))
+                tensor.register_hook(_Touch(group.native))
+
+    return enter, leave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +149,7 @@ class _Touch:
         self.group.touch()
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: Any) -> Iterator[Any]:
     """Of what a block returned: pytrees, and dataclasses that torch has no word for."""
     import torch
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -151,6 +152,19 @@ def test_training_with_all_evicted_that_can_be_is_plain_torchs(make: Any) -> Non
     model = offloaded(make)
     with evicting_everything():
         assert trained(model, stagehand_alloc.pool()) == expected
+
+
+def test_compiled_blocks_are_plain_torchs_and_are_compiled_once() -> None:
+    torch._dynamo.reset()
+    expected = plain()
+    model = offloaded()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == expected
+    # The first block's input asks for no gradient. Addresses change, and nothing is compiled again.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
 
 
 def test_regions_that_run_again_find_their_weights() -> None:
