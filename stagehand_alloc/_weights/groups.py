@@ -126,11 +126,9 @@ def _hooks(group: Group) -> tuple[Any, Any]:
     """What comes before and after the block's forward; neither is compiled with it."""
     import torch
 
-    @torch.compiler.disable
     def enter(module: nn.Module, inputs: Any) -> None:
         group.enter()
 
-    @torch.compiler.disable
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         group.leave()
         # For what keeps a weight where no hook sees it, as bitsandbytes does.
@@ -138,7 +136,8 @@ def _hooks(group: Group) -> tuple[Any, Any]:
             if tensor.requires_grad:
                 tensor.register_hook(_Touch(group.native))
 
-    return enter, leave
+    apart: Any = torch.compiler.disable
+    return apart(enter), apart(leave)
 
 
 @dataclasses.dataclass(frozen=True)

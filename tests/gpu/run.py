@@ -51,10 +51,11 @@ print(json.dumps({"device": torch.cuda.get_device_name() if torch.cuda.is_availa
 # Beside each other, before the tests: the first of those would wait for one after the other.
 LIBRARIES = """
 from concurrent.futures import ThreadPoolExecutor
-from stagehand_alloc._built import build, tensors, trigger
+from stagehand_alloc._built import build, storage, tensors, trigger
 from stagehand_alloc._step import proofs
 with ThreadPoolExecutor() as threads:
-    for one in [threads.submit(build.build, each.LIBRARY) for each in (proofs, trigger, tensors)]:
+    libraries = [each.LIBRARY for each in (proofs, trigger, tensors, storage)]
+    for one in [threads.submit(build.build, library) for library in libraries]:
         one.exception()  # a test says what is wrong with it
 """
 

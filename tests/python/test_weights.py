@@ -14,9 +14,9 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from lora import DEVICE, MIB, TOKENS, WIDTH, Block, Model, build, plain, tokens, trained, watched
 from torch import Tensor, nn
 from training import digest, evicting_everything, gradients, leaves_nothing
-from weights import DEVICE, MIB, TOKENS, WIDTH, Block, Model, build, plain, tokens, trained, watched
 
 import stagehand_alloc
 from stagehand_alloc import _native
@@ -24,7 +24,7 @@ from stagehand_alloc import _native
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
-def offloaded(make: Any = Model, **how: Any) -> nn.Module:
+def offloaded(make: Any = Model, **how: Any) -> Any:
     return stagehand_alloc.offload(build(make), **how)
 
 
@@ -267,15 +267,15 @@ def test_a_forward_that_fails_leaves_nothing_held() -> None:
     model = offloaded()
     pool = stagehand_alloc.pool(high=7 * MIB)
 
-    class Failed(Exception):
+    class FailedError(Exception):
         pass
 
     def fail(*_: Any) -> None:
-        raise Failed
+        raise FailedError
 
     handle = model.layers[4].up.register_forward_pre_hook(fail)
     for _ in range(3):
-        with pytest.raises(Failed), pool:
+        with pytest.raises(FailedError), pool:
             model(tokens(0))
     handle.remove()
     _native.drop_weights(DEVICE)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lora import DEVICE, MIB, WIDTH, Block, Model, build, plain, tokens, trained
 from torch import Tensor, nn
 from training import digest
-from weights import DEVICE, MIB, WIDTH, Block, Model, build, plain, tokens, trained
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError, OffloadError, SizeError, _native
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
+def model() -> Iterator[Any]:
     made = stagehand_alloc.offload(build())
     yield made
     for layer in made.layers:
@@ -39,7 +39,7 @@ def leaves_no_weights() -> Iterator[None]:
     assert _native.weights(DEVICE)["bytes"] == 0
 
 
-def digests(model: nn.Module) -> dict[str, str]:
+def digests(model: Any) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in model.state_dict().items()}
 
 
@@ -48,7 +48,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 X = torch.randn(4, WIDTH)
 ONE = torch.ones(4 * WIDTH, WIDTH)
 
-RAISES: dict[str, Callable[[Tensor], Any]] = {
+RAISES: dict[str, Callable[[Any], Any]] = {
     "linear": lambda w: F.linear(X, w),
     "mm": lambda w: X @ w.t(),
     "add": lambda w: w + 1,
@@ -72,8 +72,13 @@ RAISES: dict[str, Callable[[Tensor], Any]] = {
     "foreach": lambda w: torch._foreach_add_([w], [ONE]),
     "fused adamw": lambda w: torch._fused_adamw_(
         *([w], [ONE], [ONE.clone()], [ONE.clone()], [], [torch.tensor(1.0)]),
-        **dict(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8),
-        **dict(amsgrad=False, maximize=False),
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
     ),
     "dlpack": torch.from_dlpack,
     "norm": lambda w: w.norm(),
@@ -92,7 +97,7 @@ WORKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.fixture
-def weight(model: nn.Module) -> Tensor:
+def weight(model: Any) -> Tensor:
     return model.layers[3].up.weight
 
 
@@ -115,14 +120,14 @@ def test_what_needs_no_data_works(weight: Tensor, access: Any) -> None:
     access(weight)
 
 
-def test_a_weight_is_away_whether_or_not_there_is_room_for_it(model: nn.Module) -> None:
+def test_a_weight_is_away_whether_or_not_there_is_room_for_it(model: Any) -> None:
     model(tokens(0))
     assert _native.weights(DEVICE)["home"] == _native.weights(DEVICE)["bytes"]
     with pytest.raises(RuntimeError, match="is on the host"):
         model.layers[0].up.weight.sum()
 
 
-def test_it_stays_the_same_parameter(model: nn.Module) -> None:
+def test_it_stays_the_same_parameter(model: Any) -> None:
     weight = model.layers[2].up.weight
     before = (id(weight), weight.shape, weight.dtype, weight._version, weight.requires_grad)
     trained(model, stagehand_alloc.pool(high=8 * MIB), steps=2)
@@ -134,7 +139,7 @@ def test_it_stays_the_same_parameter(model: nn.Module) -> None:
 # --- Ways to them
 
 
-def test_resident_reads_and_writes(model: nn.Module) -> None:
+def test_resident_reads_and_writes(model: Any) -> None:
     other = build()
     for layer in other.layers[:2]:
         layer.up.weight.data.mul_(0.5)
@@ -155,7 +160,7 @@ def test_a_block_that_changes_a_weight_in_its_own_forward_keeps_the_change() -> 
                 self.down.bias.add_(0.01)
             return super().forward(x)
 
-    def make() -> nn.Module:
+    def make() -> Any:
         return Model(block=Counting)
 
     other, model = build(make), stagehand_alloc.offload(build(make))
@@ -165,13 +170,13 @@ def test_a_block_that_changes_a_weight_in_its_own_forward_keeps_the_change() -> 
         _native.drop_weights(DEVICE)
 
 
-def test_visit_has_each_parameter_at_home(model: nn.Module) -> None:
+def test_visit_has_each_parameter_at_home(model: Any) -> None:
     other = dict(build().named_parameters())
     seen = {name: digest(p) for name, p in stagehand_alloc.visit(model)}
     assert seen == {name: digest(p) for name, p in other.items()}
 
 
-def test_restore_ends_it(model: nn.Module) -> None:
+def test_restore_ends_it(model: Any) -> None:
     expected = plain()
     trained(model, stagehand_alloc.pool(high=8 * MIB), steps=0)
     stagehand_alloc.restore(model)
@@ -182,7 +187,7 @@ def test_restore_ends_it(model: nn.Module) -> None:
     stagehand_alloc.offload(model)
 
 
-def test_restore_inside_of_resident_is_refused(model: nn.Module) -> None:
+def test_restore_inside_of_resident_is_refused(model: Any) -> None:
     with (
         stagehand_alloc.resident(model.layers[0]),
         pytest.raises(OffloadError, match="is in use"),
@@ -193,7 +198,7 @@ def test_restore_inside_of_resident_is_refused(model: nn.Module) -> None:
 # --- state_dict
 
 
-def test_state_dict_is_that_of_the_model(model: nn.Module) -> None:
+def test_state_dict_is_that_of_the_model(model: Any) -> None:
     expected = digests(build())
     assert digests(model) == expected
     file = io.BytesIO()
@@ -212,7 +217,7 @@ def test_a_state_dict_outlives_the_model() -> None:
     state.clear()
 
 
-def test_load_state_dict_reaches_the_host(model: nn.Module) -> None:
+def test_load_state_dict_reaches_the_host(model: Any) -> None:
     torch.manual_seed(77)
     other = Model()
     model.load_state_dict(other.state_dict())
@@ -223,7 +228,7 @@ def test_load_state_dict_reaches_the_host(model: nn.Module) -> None:
         model.layers[0].up.weight.sum()
 
 
-def test_load_state_dict_may_not_put_others_in_their_place(model: nn.Module) -> None:
+def test_load_state_dict_may_not_put_others_in_their_place(model: Any) -> None:
     with pytest.raises(OffloadError, match="assign=True"):
         model.load_state_dict(build().state_dict(), assign=True)
 
@@ -231,7 +236,7 @@ def test_load_state_dict_may_not_put_others_in_their_place(model: nn.Module) -> 
 # --- Bad input
 
 
-def test_offload_again_does_nothing(model: nn.Module) -> None:
+def test_offload_again_does_nothing(model: Any) -> None:
     loads = _native.weights(DEVICE)["bytes"]
     assert stagehand_alloc.offload(model) is model
     assert _native.weights(DEVICE)["bytes"] == loads
@@ -279,17 +284,17 @@ def test_not_a_model() -> None:
         stagehand_alloc.offload(3)  # type: ignore[type-var]
 
 
-def test_some_blocks_are_offloaded_already(model: nn.Module) -> None:
+def test_some_blocks_are_offloaded_already(model: Any) -> None:
     with pytest.raises(OffloadError, match="is offloaded already"):
         stagehand_alloc.offload(model, blocks=["layers.0", "head"])
 
 
-def test_a_block_larger_than_the_budget(model: nn.Module) -> None:
+def test_a_block_larger_than_the_budget(model: Any) -> None:
     with pytest.raises(SizeError, match="The weights of the block"):
         stagehand_alloc.pool(high=MIB // 4).__enter__()
 
 
-def test_weights_that_ask_for_gradients_later(model: nn.Module) -> None:
+def test_weights_that_ask_for_gradients_later(model: Any) -> None:
     model.layers[1].up.weight.requires_grad_(True)
     with pytest.raises(OffloadError, match="asks for gradients now"):
         model(tokens(0))
@@ -330,7 +335,7 @@ def test_what_is_shared_and_what_is_trained_stays() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_is_told(model: nn.Module) -> None:
+def test_a_forked_child_is_told(model: Any) -> None:
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""What the tests of offloaded weights share: small LoRA models, and training them beside plain torch."""
+"""What the tests of offloaded weights share: small LoRA models, trained beside plain torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Model(nn.Module):
         return list(self.layers)
 
 
-def build(make: Callable[[], nn.Module] = Model) -> nn.Module:
+def build(make: Callable[[], nn.Module] = Model) -> Any:
     torch.manual_seed(5)
     return make()
 
@@ -118,10 +118,3 @@ def watched() -> Iterator[Seen]:
 def plain(make: Callable[[], nn.Module] = Model, **settings: Any) -> list[Any]:
     """What `trained` finds of the model without us."""
     return trained(build(make), **settings)
-
-
-def budget(share: float, make: Callable[[], nn.Module] = Model) -> int:
-    """So much of what the model takes without a budget, in bytes."""
-    with watched() as seen:
-        trained(build(make), steps=1)
-    return int(share * seen.mapped_peak) // MIB * MIB

@@ -1,0 +1,486 @@
+"""LoRA on a frozen GPT whose weights and activations share a budget that fits neither.
+
+    python benchmarks/weights.py [--out FILE] [--quick] [--mode native] [--mode allocator]
+
+A GPT of width 4096 and 12 layers in bf16 (4.8 GB), frozen, with LoRA beside its linear layers; one
+sequence of 8192 tokens (9.6 GB saved), or of 1024. Every case is a process of its own and trains
+the same steps; the losses and gradients of all must be those of plain torch, bit by bit, but for
+what is checkpointed, which is compared with plain torch under checkpointing. Compared with:
+
+* plain torch, where everything fits;
+* activations alone moved (`pool` without `offload`);
+* a ring of two blocks with checkpointing, written anew: frozen weights in flat pinned copies, two
+  buffers on the GPU, the next block copied on a stream of its own while one computes, `param.data`
+  pointed into the buffers. What others' block swap does at its best.
+
+Printed are the bars of docs/decisions/0038, and whether they hold. Sizes in GB of 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+GB = 10**9
+WARM, STEPS = 4, 8
+MARK = "RESULT "
+
+
+@dataclass
+class Case:
+    """One process."""
+
+    name: str
+    tokens: int
+    high: float = 0  # GB; 0: no pool
+    offload: bool = False
+    ring: bool = False
+    checkpoint: bool = False
+    mode: str = "native"
+    width: int = 4096
+    layers: int = 12
+    heads: int = 32
+
+
+@dataclass
+class Result:
+    """What it measured; times in ms, bytes of a step."""
+
+    name: str
+    step: float = 0
+    forward: float = 0
+    backward: float = 0
+    first: float = 0
+    start: int = 0
+    held: int = 0  # at the end of forward
+    peak: int = 0
+    reserved: int = 0
+    overshoot: int = 0
+    host_waits: float = 0
+    loads: float = 0
+    late: float = 0
+    loaded: float = 0
+    h2d: float = 0
+    d2h: float = 0
+    group: int = 0
+    weights: int = 0
+    digests: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+# --- The model
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a trained product of rank 16 beside it."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(into, out, bias=False)
+        self.base.weight.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(16, into) * 0.02)
+        self.b = nn.Parameter(torch.randn(out, 16) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + F.linear(F.linear(x, self.a), self.b)
+        return y
+
+
+class Block(nn.Module):
+    """Attention and an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        for norm in (self.norm1, self.norm2):
+            norm.requires_grad_(False)
+        self.qkv, self.out = LoraLinear(width, 3 * width), LoraLinear(width, width)
+        self.up, self.down = LoraLinear(width, 4 * width), LoraLinear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, tokens, 3, self.heads, width // self.heads)
+        q, k, v = (one.transpose(1, 2) for one in qkv.unbind(2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, tokens, width))
+        y: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + y
+
+
+class Gpt(nn.Module):
+    """Blocks on random embeddings: what is measured is in the blocks."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(case.width, case.heads) for _ in range(case.layers)])
+        self.checkpoint = case.checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoint else layer(x)
+        return x.float().square().mean()
+
+
+# --- A ring of two
+
+
+class Ring:
+    """Two blocks' frozen weights on the GPU at a time.
+
+    Needs checkpointing: what autograd saves of a weight points into a buffer that the next block
+    but one overwrites.
+    """
+
+    def __init__(self, blocks: list[nn.Module], device: torch.device) -> None:
+        self.blocks, self.device = blocks, device
+        self.cuda = device.type == "cuda"
+        self.weights = [[p for p in b.parameters() if not p.requires_grad] for b in blocks]
+        self.shapes = [[p.shape for p in weights] for weights in self.weights]
+        self.masters = [self._flat(weights) for weights in self.weights]
+        like = self.masters[0]
+        self.buffers = [torch.empty_like(like, device=device) for _ in range(2)]
+        self.stream = torch.cuda.Stream() if self.cuda else None
+        self.inside: list[int | None] = [None, None]
+        self.ready: list[Any] = [None, None]
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(functools.partial(self._enter, i))
+
+    def _flat(self, weights: list[nn.Parameter]) -> Tensor:
+        flat = torch.cat([p.detach().reshape(-1).cpu() for p in weights])
+        for p in weights:
+            p.data = torch.empty(0, dtype=p.dtype, device=self.device)
+        return flat.pin_memory() if self.cuda else flat
+
+    def _load(self, i: int, slot: int) -> None:
+        if self.stream is None:
+            self.buffers[slot].copy_(self.masters[i])
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.buffers[slot].copy_(self.masters[i], non_blocking=True)
+            self.ready[slot] = self.stream.record_event()
+        self.inside[slot] = i
+
+    def _enter(self, i: int, *_: Any) -> None:
+        if i not in self.inside:
+            self._load(i, 0 if self.inside[1] in (i - 1, i + 1) else 1)
+        slot = self.inside.index(i)
+        if self.ready[slot] is not None:
+            torch.cuda.current_stream().wait_event(self.ready[slot])
+        at = 0
+        for p, shape in zip(self.weights[i], self.shapes[i], strict=True):
+            count = shape.numel()
+            p.data = self.buffers[slot][at : at + count].view(shape)
+            at += count
+        following = i - 1 if torch._C._current_graph_task_id() >= 0 else i + 1
+        if 0 <= following < len(self.blocks) and following not in self.inside:
+            self._load(following, 1 - slot)
+
+
+# --- One case
+
+
+def digest(tensor: Tensor) -> str:
+    raw = tensor.detach().contiguous().view(torch.uint8).cpu()
+    return hashlib.sha256(bytes(raw.flatten().tolist())).hexdigest()[:16]
+
+
+def build(case: Case, device: torch.device) -> nn.Module:
+    """On the CPU, block by block to the GPU where it is to be there at all."""
+    torch.manual_seed(0)
+    with torch.device(device), dtype_of(torch.bfloat16):
+        return Gpt(case)
+
+
+@contextlib.contextmanager
+def dtype_of(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    found = function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3, found
+
+
+def run(case: Case) -> Result:
+    device = torch.device("cuda", 0)
+    result = Result(case.name)
+    around: Any = contextlib.nullcontext()
+    stagehand: Any = None
+    if case.offload or case.high:
+        import stagehand_alloc as stagehand
+
+        if case.mode == "allocator":
+            torch.cuda.memory.change_current_allocator(stagehand.allocator())
+    model = build(case, device)
+    if case.ring:
+        Ring(list(model.layers), device)  # type: ignore[arg-type]
+    if case.offload:
+        stagehand.offload(model)
+    torch.cuda.empty_cache()
+    if case.high:
+        around = stagehand.pool(high=int(case.high * GB))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    torch.manual_seed(1)
+    batch = torch.randn(1, case.tokens, case.width, device=device, dtype=torch.bfloat16)
+    batch.requires_grad_(case.checkpoint)
+
+    def forward() -> Tensor:
+        with around:
+            loss: Tensor = model(batch)
+        return loss
+
+    def step() -> Tensor:
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    for i in range(3):  # compared
+        loss = forward()
+        began = time.perf_counter()
+        loss.backward()
+        torch.cuda.synchronize()
+        result.first = result.first or (time.perf_counter() - began) * 1e3
+        result.digests += [
+            digest(loss.reshape(1)),
+            *(digest(p.grad) for p in parameters[:8] if p.grad is not None),
+        ]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        del loss
+        assert i >= 0
+    for _ in range(WARM):
+        step()
+    torch.cuda.synchronize()
+    counted = Counted(stagehand)
+    result.start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result.step = statistics.median(timed(step)[0] for _ in range(STEPS))
+    counted.into(result)
+    result.peak = torch.cuda.max_memory_allocated()
+    result.reserved = torch.cuda.max_memory_reserved()
+    parts = []
+    for _ in range(3):
+        took, loss = timed(forward)
+        result.held = torch.cuda.memory_allocated()
+        parts.append((took, timed(loss.backward)[0]))
+        optimizer.zero_grad(set_to_none=True)
+        del loss
+    result.forward, result.backward = (statistics.median(one) for one in zip(*parts, strict=True))
+    return result
+
+
+class Counted:
+    """What the package counted since this was made."""
+
+    def __init__(self, stagehand: Any) -> None:
+        self.stagehand = stagehand
+        if stagehand is not None:
+            self.before, self.weights = stagehand.stats(), self._weights()
+
+    def _weights(self) -> dict[str, int]:
+        from stagehand_alloc import _native
+
+        return _native.weights(0)
+
+    def into(self, result: Result) -> None:
+        if self.stagehand is None:
+            return
+        stats, weights = self.stagehand.stats().since(self.before), self._weights()
+        result.overshoot = stats.overshoot_bytes
+        result.host_waits = stats.host_waits / STEPS
+        result.h2d, result.d2h = stats.h2d_bytes / STEPS, stats.d2h_bytes / STEPS
+        result.loads = (weights["loads"] - self.weights["loads"]) / STEPS
+        result.late = (weights["late"] - self.weights["late"]) / STEPS
+        result.loaded = (weights["loaded_bytes"] - self.weights["loaded_bytes"]) / STEPS
+        result.group, result.weights = weights["largest"], weights["bytes"]
+
+
+def in_a_process(case: Case) -> Result:
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return Result(**json.loads(line[len(MARK) :]))
+    return Result(case.name, error=(done.stderr.strip().splitlines() or ["no word"])[-1])
+
+
+def link_rates() -> tuple[float, float]:
+    """H2D and D2H in bytes per ms, of pinned memory."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    rates = []
+    for into, out in ((there, host), (host, there)):
+        copy = functools.partial(into.copy_, out, non_blocking=True)
+        copy()
+        rates.append(host.nbytes / min(timed(copy)[0] for _ in range(5)))
+    return rates[0], rates[1]
+
+
+# --- The bars
+
+
+@dataclass
+class Bound:
+    """The least a step takes, and the bytes that must come, by the closed form of decision 38."""
+
+    ms: float
+    h2d: float
+
+
+def bound(
+    high: float, plain: Result, weights: int, group: int, rates: tuple[float, float]
+) -> Bound:
+    into, out = rates
+    fixed = plain.start - weights
+    saved = plain.held - plain.start
+    temporaries = plain.peak - plain.held
+    room = high * GB - fixed - temporaries - group
+    over = max(0.0, weights + saved - room)
+    forward = max(0.0, weights - room)
+    ms = max(plain.forward, forward / into, max(0.0, saved - room) / out)
+    return Bound(
+        ms + max(plain.backward, over / into) + plain.step - plain.forward - plain.backward,
+        forward + over,
+    )
+
+
+def bar(text: str, value: float, most: float) -> str:
+    return f"{'ok  ' if value <= most else 'MISS'} {text}: {value:.3f} (at most {most})"
+
+
+def cases(modes: list[str], quick: bool) -> list[Case]:
+    small: dict[str, Any] = {"width": 1024, "heads": 8} if quick else {}
+    scale = 16 if quick else 1
+    made = [
+        Case("plain 8192", 8192, **small),
+        Case("plain 1024", 1024, **small),
+        Case("plain checkpoint", 8192, checkpoint=True, **small),
+        Case("ring checkpoint", 8192, ring=True, checkpoint=True, **small),
+    ]
+    for mode in modes:
+        of = {"mode": mode, **small}
+        made += [Case(f"{mode} all fits", 8192, 40 / scale, True, **of)]
+        made += [Case(f"{mode} {high}", 8192, high / scale, True, **of) for high in (12, 10, 8)]
+        made += [
+            Case(f"{mode} activations 12", 8192, 12 / scale, **of),
+            Case(f"{mode} 1024 at 4", 1024, 4 / scale, True, **of),
+            Case(f"{mode} checkpoint 4", 8192, 4 / scale, True, checkpoint=True, **of),
+        ]
+    return made
+
+
+def bars(
+    mode: str, found: dict[str, Result], rates: tuple[float, float], scale: float
+) -> list[str]:
+    plain, short = found["plain 8192"], found["plain 1024"]
+    fits = found[f"{mode} all fits"]
+    weights, group = fits.weights, fits.group
+    lines = [
+        bar("all fits, of plain", fits.step / plain.step, 1.01),
+        bar("all fits, loads a step", fits.loads, 0),
+    ]
+    for high in (12, 10, 8):
+        one = found[f"{mode} {high}"]
+        least = bound(high / scale, plain, weights, group, rates)
+        if high == 12:
+            lines.append(bar("12 GB, of plain", one.step / plain.step, 1.03))
+        lines += [
+            bar(f"{high} GB, of the bound", one.step / least.ms, 1.07),
+            bar(f"{high} GB, GB over high", one.overshoot / GB, 0),
+            bar(f"{high} GB, host waits a step", one.host_waits, 0),
+            bar(f"{high} GB, reserved of high", one.reserved / (high / scale * GB), 1.02),
+        ]
+    one = found[f"{mode} 1024 at 4"]
+    least = bound(4 / scale, short, weights, group, rates)
+    ring, marked = found["ring checkpoint"], found[f"{mode} checkpoint 4"]
+    activations = found[f"{mode} activations 12"]
+    lines += [
+        bar("1024 tokens at 4 GB, of bytes / link", one.step / max(1e-9, one.h2d / rates[0]), 1.10),
+        bar("1024 tokens at 4 GB, bytes of what must come", one.h2d / max(1.0, least.h2d), 1.03),
+        bar("checkpointing in both, of ring of two", marked.step / ring.step, 1.00),
+        bar(
+            "12 GB without checkpointing, of ring of two",
+            found[f"{mode} 12"].step / ring.step,
+            0.75,
+        ),
+        bar("12 GB, of activations alone", found[f"{mode} 12"].step / activations.step, 1.0),
+    ]
+    same = [f"{mode} all fits", *(f"{mode} {high}" for high in (12, 10, 8))]
+    wrong = [name for name in same if found[name].digests != plain.digests]
+    wrong += [f"{mode} 1024 at 4"] if one.digests != short.digests else []
+    checkpointed = found["plain checkpoint"].digests
+    wrong += [r.name for r in (marked, ring) if r.digests != checkpointed]
+    lines.append(
+        f"{'MISS' if wrong else 'ok  '} bitwise plain torch's: {', '.join(wrong) or 'all'}"
+    )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="LoRA with weights and activations in one budget.")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--quick", action="store_true", help="a model of a sixteenth")
+    parser.add_argument("--mode", action="append", choices=["native", "allocator"])
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        print(MARK + json.dumps(asdict(run(Case(**json.loads(arguments.case))))))
+        return 0
+    modes = arguments.mode or ["native", "allocator"]
+    rates = link_rates()
+    torch.cuda.empty_cache()
+    found: dict[str, Result] = {}
+    for case in cases(modes, arguments.quick):
+        one = found[case.name] = in_a_process(case)
+        print(
+            f"{case.name:24} {one.error or ''}step {one.step:7.1f} ms  peak {one.peak / GB:6.2f}  "
+            f"reserved {one.reserved / GB:6.2f} GB  loads {one.loads:4.1f} (late {one.late:.1f})  "
+            f"h2d {one.h2d / GB:5.2f} d2h {one.d2h / GB:5.2f} GB  over {one.overshoot / GB:.2f}",
+            flush=True,
+        )
+    lines = []
+    for mode in modes:
+        lines += [f"-- {mode}, link {rates[0] / 1e6:.1f} GB/s in, {rates[1] / 1e6:.1f} GB/s out"]
+        lines += bars(mode, found, rates, 16 if arguments.quick else 1)
+    print("\n".join(lines))
+    if arguments.out:
+        record = {"cases": {name: asdict(one) for name, one in found.items()}, "bars": lines}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if any(line.startswith("MISS") for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

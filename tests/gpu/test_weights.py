@@ -1,0 +1,170 @@
+"""Frozen weights on the host: LoRA is plain torch's bit by bit, in a budget it does not fit.
+
+On torch's own allocator and on the process allocator; the model is 12 blocks of 32 MiB.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from steps import MIB, digest
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, BLOCKS, ROWS = 1024, 12, 2048
+
+
+class Block(nn.Module):
+    """An MLP of 32 MiB, frozen, and a LoRA of rank 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(8, WIDTH) * 0.02)
+        self.b = nn.Parameter(torch.randn(WIDTH, 8) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x))) + F.linear(F.linear(x, self.a), self.b)
+        return x + y
+
+
+class Model(nn.Module):
+    """Twelve of them."""
+
+    def __init__(self, marked: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.marked = marked
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.marked else layer(x)
+        return x.square().mean()
+
+
+def build(marked: bool = False, device: str = "cuda") -> Any:
+    torch.manual_seed(3)
+    return Model(marked).to(device)
+
+
+def trained(model: nn.Module, pool: Any = None, steps: int = 5) -> list[str]:
+    """Losses and gradients of each step, and the trained weights at the end."""
+    import contextlib
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        with pool or contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+        found += [digest(loss), *(digest(p.grad) for p in parameters if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return found + [digest(p) for p in parameters]
+
+
+def in_use() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def assert_streams(high: int, marked: bool = False) -> None:
+    """Right, below `high` once learned, and without a wait of the host."""
+    import stagehand_alloc
+    from stagehand_alloc import _native
+
+    expected = trained(build(marked))
+    model = stagehand_alloc.offload(build(marked))
+    pool = stagehand_alloc.pool(high=in_use() + high)
+    assert trained(model, pool) == expected
+    before, weights = stagehand_alloc.stats(), _native.weights(0)
+    trained(model, pool)
+    after, now = stagehand_alloc.stats(), _native.weights(0)
+    assert now["loads"] > weights["loads"]
+    assert after.overshoot_bytes == before.overshoot_bytes
+    assert _native.check_invariants(0) == ""
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "checkpoint"])
+def test_lora_on_torchs_allocator(torch_books: None, marked: bool) -> None:
+    assert_streams(320 * MIB, marked)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "checkpoint"])
+def test_lora_on_the_process_allocator(books: None, marked: bool) -> None:
+    assert_streams(320 * MIB, marked)
+
+
+def test_a_model_on_the_cpu_goes_block_by_block(torch_books: None) -> None:
+    import stagehand_alloc
+
+    expected = trained(build(), steps=2)
+    before = in_use()
+    torch.cuda.reset_peak_memory_stats()
+    model = stagehand_alloc.offload(build(device="cpu"))
+    assert torch.cuda.max_memory_allocated() - before < 3 * 32 * MIB
+    assert trained(model, stagehand_alloc.pool(high=in_use() + 320 * MIB), steps=2) == expected
+    state = model.state_dict()
+    assert state["layers.3.up.weight"].device.type == "cpu"
+
+
+def test_a_weight_that_is_away_raises_and_the_context_lives(torch_books: None) -> None:
+    import stagehand_alloc
+
+    model = stagehand_alloc.offload(build())
+    weight = model.layers[2].up.weight
+    for touch in (lambda: weight.sum(), lambda: weight.data_ptr(), lambda: weight.cpu()):
+        with pytest.raises(RuntimeError, match=r"'layers\.2\.up\.weight' is on the host"):
+            touch()
+    with stagehand_alloc.resident(model.layers[2]):
+        assert weight.sum().isfinite()
+    stagehand_alloc.restore(model)
+    assert weight.sum().isfinite()
+
+
+def test_sampling_streams_and_is_plain_torchs(torch_books: None) -> None:
+    import stagehand_alloc
+
+    x = torch.randn(64, WIDTH, device="cuda")
+    with torch.no_grad():
+        expected = digest(build()(x))
+        model = stagehand_alloc.offload(build())
+        with stagehand_alloc.pool(high=in_use() + 160 * MIB):
+            for _ in range(3):
+                assert digest(model(x)) == expected
+        assert digest(model(x)) == expected
+
+
+def test_quantized_in_four_bits(torch_books: None) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    import stagehand_alloc
+
+    class Quantized(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = bitsandbytes.nn.Linear4bit
+            self.up = kind(WIDTH, 4 * WIDTH, bias=False, compute_dtype=torch.float32)
+            self.down = kind(4 * WIDTH, WIDTH, bias=False, compute_dtype=torch.float32)
+            self.up.requires_grad_(False)
+            self.down.requires_grad_(False)
+
+    def made() -> Any:
+        torch.manual_seed(3)
+        model = Model()
+        model.layers = nn.ModuleList([Quantized() for _ in range(BLOCKS)])
+        return model.cuda()
+
+    expected = trained(made())
+    model = stagehand_alloc.offload(made())
+    assert trained(model, stagehand_alloc.pool(high=in_use() + 128 * MIB)) == expected
