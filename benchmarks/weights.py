@@ -123,8 +123,8 @@ class Block(nn.Module):
         q, k, v = (one.transpose(1, 2) for one in qkv.unbind(2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(rows, tokens, width))
-        y: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + y
+        added: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + added
 
 
 class Gpt(nn.Module):

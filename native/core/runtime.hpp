@@ -149,6 +149,8 @@ class Runtime {
   // status that is not ok nothing has changed.
   Status enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address);
   void leave_weights(GroupId id);
+  // The next group comes if it lacked room before and has it now.
+  void more_weights(driver::Stream consumer);
   // All that nobody holds leaves; for tests, and for who needs the memory.
   void drop_weights();
   struct WeightCounts {

@@ -36,6 +36,16 @@ void Runtime::leave_weights(GroupId id) {
   d_.weights.leave(id);
 }
 
+void Runtime::more_weights(driver::Stream consumer) {
+  if (!d_.weights.lacks_room()) {
+    return;
+  }
+  Entry entry(d_.gate);
+  if (!d_.clocks.of(consumer).captured()) {
+    d_.weights.bring_ahead(entry, consumer);
+  }
+}
+
 void Runtime::drop_weights() {
   Entry entry(d_.gate);
   d_.weights.leave_all();

@@ -73,33 +73,35 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   return Status::ok;
 }
 
-// The next few, into room below `high`; for that, groups leave that are needed later, and no
-// record does.
 void Weights::bring_ahead(Entry& entry, driver::Stream stream) {
-  for (;;) {
-    const GroupId id = standing_.next_ahead();
-    if (id == kNoGroup || d_.transfers.in().full()) {
-      return;
-    }
-    d_.store->look();
-    const Bytes high = std::min(d_.budget.high, d_.budget.limit);
-    Bytes occupied = d_.counters.occupied;
-    const Bytes before = occupied;
-    while (!fits_under(occupied, standing_.at(id).bytes, high)) {
-      const GroupId last = standing_.farthest();
-      if (last == kNoGroup || standing_.order().distance(last) <= standing_.order().distance(id)) {
-        return;
-      }
-      occupied -= std::min(occupied, standing_.at(last).bytes);
-      put_away(standing_.at(last));
-    }
-    if (occupied != before && d_.gate.due().any()) {
-      const Unlocked unlocked(entry);  // torch has it from here on
-    }
-    if (bring(entry, id, stream, true) != Status::ok) {
-      return;
-    }
+  GroupId id = standing_.next_ahead();
+  while (id != kNoGroup && bring_next(entry, id, stream)) {
+    id = standing_.next_ahead();
   }
+  lacks_room_.store(id != kNoGroup, std::memory_order_relaxed);
+}
+
+bool Weights::bring_next(Entry& entry, GroupId id, driver::Stream stream) {
+  if (d_.transfers.in().full()) {
+    return false;
+  }
+  d_.store->look();
+  const Bytes high = std::min(d_.budget.high, d_.budget.limit);
+  const Bytes bytes = standing_.at(id).bytes;
+  Bytes occupied = d_.counters.occupied;
+  const Bytes before = occupied;
+  while (!fits_under(occupied, bytes, high)) {
+    const GroupId last = standing_.farthest();
+    if (last == kNoGroup || standing_.order().distance(last) <= standing_.order().distance(id)) {
+      return false;
+    }
+    occupied -= std::min(occupied, standing_.at(last).bytes);
+    put_away(standing_.at(last));
+  }
+  if (occupied != before && d_.gate.due().any()) {
+    const Unlocked unlocked(entry);  // torch has it from here on
+  }
+  return standing_.alive(id) && bring(entry, id, stream, true) == Status::ok;
 }
 
 // Rule W2: its memory goes back like any other, behind what names it.

@@ -6,6 +6,8 @@
 // Guarded by the device's lock. What takes an Entry may give it up.
 #pragma once
 
+#include <atomic>
+
 #include "core/standing.hpp"
 #include "core/stream_clock.hpp"
 
@@ -33,6 +35,12 @@ class Weights {
   // Walk 6. Holds the group, which is at home for work queued on `consumer` from now on.
   Status enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer, Address* address);
   void leave(GroupId id) { --standing_.at(id).holds; }
+  // Whether the next group found no room: it is asked for again as a block goes on, whose work
+  // gives memory up. Without the lock.
+  bool lacks_room() const { return lacks_room_.load(std::memory_order_relaxed); }
+  // The next few come, into room below `high`; for that, groups leave that are needed later, and no
+  // record does.
+  void bring_ahead(Entry& entry, driver::Stream stream);
 
   // Walk 7. A request lacks room: a group leaves where it is needed no sooner than the record that
   // would leave else. False: none does. `freed` takes its bytes.
@@ -47,13 +55,14 @@ class Weights {
 
  private:
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
-  void bring_ahead(Entry& entry, driver::Stream stream);
+  bool bring_next(Entry& entry, GroupId id, driver::Stream stream);
   void put_away(WeightGroup& group);
 
   Device& d_;
   Standing standing_;
   Counts counts_;
   Bytes home_bytes_ = 0;
+  std::atomic<bool> lacks_room_{false};
 };
 
 }  // namespace stagehand::core

@@ -244,6 +244,7 @@ void WeightGroup::touch(nb::handle self) {
   constexpr int kBackward = static_cast<int>(core::UseKind::backward);
   Window& window = windows()[std::this_thread::get_id()];
   if (window.newest.is_valid() && window.newest.is(self)) {
+    group->runtime().more_weights(current_stream(group->place_));
     return;
   }
   if (window.previous.is_valid() && window.previous.is(self)) {

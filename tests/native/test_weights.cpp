@@ -1,5 +1,6 @@
 // Weight groups on the simulated GPU: what the rules W2, W3, W5, W7 and W10 promise, under any
 // schedule; broken on purpose, the simulator finds it.
+#include <utility>
 #include <vector>
 
 #include "native/core_rig.hpp"
@@ -187,6 +188,78 @@ TEST("W5: without memory or with a copy refused the group is away, and comes the
   rig.budget(64_MiB, 64_MiB);
   model.run(0, s);
   rig.verify();
+}
+
+TEST(
+    "any order of uses, holds, saves and requests on several streams is right, under any "
+    "schedule") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Machine with = kMachine;
+    with.seed = seed;
+    CoreRig rig(with);
+    std::uint64_t state = seed * 2654435761u + 17;
+    const auto random = [&](std::uint64_t below) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      return (state >> 33) % below;
+    };
+    {
+      Model model(rig, 6, 1_MiB + 512 * (1 + random(4)));
+      const std::vector<driver::Stream> streams{rig.stream(), rig.stream()};
+      rig.budget(10_MiB, 9_MiB);
+      std::vector<Held> saved;
+      std::vector<Tensor> made;
+      std::vector<std::pair<std::size_t, Tensor>> held;
+      for (int i = 0; i < 150; ++i) {
+        const driver::Stream s = streams[random(2)];
+        switch (random(7)) {
+          case 0:
+          case 1:
+            model.run(random(6), s, static_cast<UseKind>(random(3)));
+            break;
+          case 2:
+            if (held.size() < 2) {
+              const std::size_t group = random(6);
+              held.emplace_back(group, model.enter(group, s));
+            }
+            break;
+          case 3:
+            if (!held.empty()) {
+              rig.check(held.back().second, held.back().second.stream);
+              model.leave(held.back().first);
+              held.pop_back();
+            }
+            break;
+          case 4:
+            saved.push_back(rig.retain(512_KiB * (1 + random(4)), streams[0]));
+            break;
+          case 5:
+            if (!saved.empty()) {
+              rig.order(streams[0], s);  // where it was made: a program of torch's says so
+              rig.back(saved.back(), s);
+              saved.pop_back();
+            }
+            break;
+          default:
+            if (made.empty() || random(2) == 0) {
+              made.push_back(rig.make(256_KiB * (1 + random(6)), streams[0]));
+            } else {
+              rig.check(made.back(), streams[0]);
+              rig.drop(made.back());
+              made.pop_back();
+            }
+        }
+        CHECK_EQ(rig.runtime->invariants_broken(), "");
+      }
+      for (const auto& [group, tensor] : held) {
+        model.leave(group);
+      }
+      for (const Tensor& tensor : made) {
+        rig.drop(tensor);
+      }
+      rig.back_all(saved, streams[0]);
+    }
+    rig.verify_empty();
+  }
 }
 
 // The share of seeds under which a scenario shows a hazard with the rule broken; none where kept.

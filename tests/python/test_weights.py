@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -249,6 +250,24 @@ def test_sampling_keeps_to_high_between_two_pools() -> None:
     with torch.no_grad():
         model(tokens(1))
     assert stagehand_alloc.stats().mapped_peak <= 4 * MIB
+
+
+def test_two_threads_sample_from_one_model() -> None:
+    model = offloaded()
+    batches = [tokens(step) for step in range(8)]
+    with torch.no_grad():
+        expected = [digest(model(batch)) for batch in batches]
+        with stagehand_alloc.pool(high=8 * MIB):
+            pass
+
+    def sample(batch: Tensor) -> str:
+        with torch.no_grad():
+            return digest(model(batch))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sample, batches)) == expected
+    _native.drop_weights(DEVICE)
+    assert _native.weights(DEVICE)["home"] == 0
 
 
 def test_retaining_the_graph_and_going_back_again() -> None:

@@ -121,7 +121,8 @@ def test_what_needs_no_data_works(weight: Tensor, access: Any) -> None:
 
 
 def test_a_weight_is_away_whether_or_not_there_is_room_for_it(model: Any) -> None:
-    model(tokens(0))
+    with stagehand_alloc.pool(high=64 * MIB):
+        model(tokens(0))
     assert _native.weights(DEVICE)["home"] == _native.weights(DEVICE)["bytes"]
     with pytest.raises(RuntimeError, match="is on the host"):
         model.layers[0].up.weight.sum()
