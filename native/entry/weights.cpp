@@ -220,6 +220,7 @@ void WeightGroup::enter(int kind) {
   if (status != Status::ok) {
     raise(engine, status, bytes_);
   }
+  stream_ = stream;
   if (open_++ == 0) {
     address_ = address;
     for (const Held& one : held_) {
@@ -243,12 +244,18 @@ void WeightGroup::touch(nb::handle self) {
   auto* const group = nb::cast<WeightGroup*>(self);
   constexpr int kBackward = static_cast<int>(core::UseKind::backward);
   Window& window = windows()[std::this_thread::get_id()];
-  if (window.newest.is_valid() && window.newest.is(self)) {
-    group->runtime().more_weights(current_stream(group->place_));
-    return;
-  }
-  if (window.previous.is_valid() && window.previous.is(self)) {
-    std::swap(window.newest, window.previous);
+  const bool newest = window.newest.is_valid() && window.newest.is(self);
+  if (newest || (window.previous.is_valid() && window.previous.is(self))) {
+    if (!newest) {
+      std::swap(window.newest, window.previous);
+    }
+    const driver::Stream stream = current_stream(group->place_);
+    if (stream != group->stream_) {  // a node of another stream: that one has to wait, too
+      group->enter(kBackward);
+      group->leave();
+    } else {
+      group->runtime().more_weights(stream);
+    }
     return;
   }
   tell_of_end(window);

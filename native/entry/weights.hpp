@@ -75,7 +75,8 @@ class WeightGroup {
 
   int device_ = 0;
   dlpack::Device place_{};
-  core::Address address_ = 0;  // while it is open
+  core::Address address_ = 0;        // while it is open
+  driver::Stream stream_ = nullptr;  // that it was entered on last
   core::GroupId id_ = core::kNoGroup;
   core::Bytes bytes_ = 0;
   std::byte* host_ = nullptr;

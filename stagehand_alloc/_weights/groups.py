@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError, SizeError
@@ -29,10 +31,23 @@ def inside() -> list[Group]:
     return found
 
 
-def end_forwards(outer: int = 0) -> None:
+def end_forwards(outer: int) -> None:
     """End all but the ``outer`` first of them: what was cut short tells nobody."""
     while len(here := inside()) > outer:
         here[-1].leave()
+
+
+def end_cut_short() -> None:
+    """End those that no call on this thread's stack is inside of, as after a KeyboardInterrupt."""
+    if not inside():
+        return
+    running = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        running.add(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    for group in [one for one in inside() if id(one.block()) not in running]:
+        group.leave()
 
 
 class Group:
@@ -106,7 +121,8 @@ class Group:
             handle.remove()
 
     def _version(self) -> int:
-        return sum(p._version for one in self._parameters if (p := one()) is not None)
+        alive = [p for one in self._parameters if (p := one()) is not None]
+        return sum(p._version for p in alive if not p.is_inference())
 
     def _check_frozen(self) -> None:
         for one in self._parameters:
@@ -215,8 +231,11 @@ class Registry:
         groups = list(self._groups.get(device, ()))
         if not groups:
             return False
-        native.end_weights_here()
-        end_forwards()
+        import torch
+
+        end_cut_short()
+        if torch._C._current_graph_task_id() < 0:
+            native.end_weights_here()
         largest = max(groups, key=lambda group: group.bytes)
         if largest.bytes > high:
             raise SizeError(

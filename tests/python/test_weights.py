@@ -320,6 +320,17 @@ def test_a_forward_that_is_interrupted_leaves_nothing_held_after_the_next_entry(
     assert _native.weights(DEVICE)["home"] == 0
 
 
+def test_a_pool_that_is_entered_inside_of_a_block_leaves_the_block_open() -> None:
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with stagehand_alloc.pool(high=8 * MIB):
+                pass
+            return super().forward(x)
+
+    expected = plain(functools.partial(Model, block=Inner))
+    assert trained(offloaded(functools.partial(Model, block=Inner))) == expected
+
+
 def test_a_backward_that_fails_leaves_nothing_held_after_the_next_entry() -> None:
     model = offloaded()
     pool = stagehand_alloc.pool(high=7 * MIB)
