@@ -176,7 +176,7 @@ clean:
 OLDEST_TORCH := 2.11.0
 NEWEST_TORCH := 2.14.1
 TORCH ?= $(OLDEST_TORCH)
-TORCH_TESTS := trigger_source tensor_library cpu_bridge training_autograd attach
+TORCH_TESTS := trigger_source tensor_library cpu_bridge training_autograd attach weights weights_access
 OTHER = build/torch-$(TORCH)
 
 build/torch-%/.created: $(VENV)/.tools constraints.txt

@@ -4,6 +4,7 @@
 // Built on first use against the headers of the installed torch, never part of the main build.
 // Needs no CUDA. All is called with the GIL; no exception leaves.
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -104,7 +105,7 @@ bool refused(F&& access) {
 
 // One small weight through it all: what a torch unknown to us may do otherwise shows here.
 const char* trial() {
-  const at::NoGradGuard no_grad;
+  const c10::NoGradGuard no_grad;
   const at::Tensor weight = at::arange(6, at::kFloat).view({2, 3});
   const at::Tensor turned = weight.t();
   const at::Tensor copy = weight.clone();
