@@ -106,6 +106,15 @@ def test_lora_on_the_process_allocator(books: None, marked: bool) -> None:
     assert_streams(320 * MIB, marked)
 
 
+def test_lora_in_a_mem_pool(torch_books: None) -> None:
+    import stagehand_alloc
+
+    expected = trained(build())
+    model = stagehand_alloc.offload(build())
+    pool = stagehand_alloc.pool(high=in_use() + 384 * MIB, mode="mempool")
+    assert trained(model, pool) == expected
+
+
 def test_a_model_on_the_cpu_goes_block_by_block(torch_books: None) -> None:
     import stagehand_alloc
 

@@ -109,6 +109,44 @@ class CtxBlock(Block):
         return x + InCtx.apply(F.gelu(h), self.down.weight) + (x @ self.lora_a) @ self.lora_b
 
 
+class Halved(torch.Tensor):
+    """A frozen weight of two storages, as torchao's quantized classes are: half of it, and twice."""
+
+    half: Tensor
+    twice: Tensor
+
+    @staticmethod
+    def __new__(cls, half: Tensor, twice: Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        return make(cls, half.size(), strides=half.stride(), dtype=half.dtype, device=half.device)
+
+    def __init__(self, half: Tensor, twice: Tensor) -> None:
+        self.half, self.twice = half, twice
+
+    def __tensor_flatten__(self) -> Any:
+        return ["half", "twice"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(parts["half"], parts["twice"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            return cls(*(function(part) for part in (args[0].half, args[0].twice)))
+        whole = [one.half * one.twice if isinstance(one, Halved) else one for one in args]
+        return function(*whole, **(kwargs or {}))
+
+
+class HalvedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        for linear in (self.up, self.down):
+            twice = torch.full_like(linear.weight, 2.0)
+            weight = Halved(linear.weight.detach() / 2, twice)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
 MODELS = {
     "plain": Model,
     "twice": Twice,
@@ -153,6 +191,22 @@ def test_training_with_all_evicted_that_can_be_is_plain_torchs(make: Any) -> Non
     model = offloaded(make)
     with evicting_everything():
         assert trained(model, stagehand_alloc.pool()) == expected
+
+
+def test_tensor_subclasses_leave_with_all_their_storages() -> None:
+    make = functools.partial(Model, block=HalvedBlock)
+    expected = plain(make)
+    model, other = offloaded(make), build(make)
+    assert _native.weights(DEVICE)["bytes"] > 2 * 8 * 8 * WIDTH * WIDTH * 4
+    for name, tensor in model.state_dict().items():
+        saved, wanted = tensor, other.state_dict()[name]
+        if isinstance(tensor, Halved):
+            saved, wanted = tensor.half, wanted.half
+        assert digest(saved) == digest(wanted)
+    del other, tensor, saved, wanted
+    assert trained(model, stagehand_alloc.pool(high=10 * MIB)) == expected
+    with pytest.raises(RuntimeError, match=r"'layers\.2\.up\.weight' is on the host"):
+        model.layers[2].up.weight.half.sum()
 
 
 def test_compiled_blocks_are_plain_torchs_and_are_compiled_once() -> None:
