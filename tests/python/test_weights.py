@@ -110,32 +110,32 @@ class CtxBlock(Block):
 
 
 class Halved(torch.Tensor):
-    """A frozen weight of two storages, as torchao's quantized classes are: half of it, and twice."""
+    """A weight of two storages, as torchao's quantized classes are: half of it, and twice."""
 
-    half: Tensor
+    once: Tensor
     twice: Tensor
 
     @staticmethod
-    def __new__(cls, half: Tensor, twice: Tensor) -> Any:
+    def __new__(cls, once: Tensor, twice: Tensor) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass
-        return make(cls, half.size(), strides=half.stride(), dtype=half.dtype, device=half.device)
+        return make(cls, once.size(), strides=once.stride(), dtype=once.dtype, device=once.device)
 
-    def __init__(self, half: Tensor, twice: Tensor) -> None:
-        self.half, self.twice = half, twice
+    def __init__(self, once: Tensor, twice: Tensor) -> None:
+        self.once, self.twice = once, twice
 
     def __tensor_flatten__(self) -> Any:
-        return ["half", "twice"], None
+        return ["once", "twice"], None
 
     @classmethod
     def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Any:
-        return cls(parts["half"], parts["twice"])
+        return cls(parts["once"], parts["twice"])
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
-            return cls(*(function(part) for part in (args[0].half, args[0].twice)))
-        whole = [one.half * one.twice if isinstance(one, Halved) else one for one in args]
-        return function(*whole, **(kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            return cls(*(func(part) for part in (args[0].once, args[0].twice)))
+        whole = [one.once * one.twice if isinstance(one, Halved) else one for one in args]
+        return func(*whole, **(kwargs or {}))
 
 
 class HalvedBlock(Block):
@@ -201,12 +201,12 @@ def test_tensor_subclasses_leave_with_all_their_storages() -> None:
     for name, tensor in model.state_dict().items():
         saved, wanted = tensor, other.state_dict()[name]
         if isinstance(tensor, Halved):
-            saved, wanted = tensor.half, wanted.half
+            saved, wanted = tensor.once, wanted.once
         assert digest(saved) == digest(wanted)
     del other, tensor, saved, wanted
     assert trained(model, stagehand_alloc.pool(high=10 * MIB)) == expected
     with pytest.raises(RuntimeError, match=r"'layers\.2\.up\.weight' is on the host"):
-        model.layers[2].up.weight.half.sum()
+        model.layers[2].up.weight.once.sum()
 
 
 def test_compiled_blocks_are_plain_torchs_and_are_compiled_once() -> None:
