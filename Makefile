@@ -241,6 +241,7 @@ bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/recompute.py
+	-PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/weights.py --out benchmarks/results/weights.json
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py
 
 # What people train, alone: BENCH="--quick --only gpt,moe".
