@@ -266,7 +266,9 @@ void Plan::timed(std::uint32_t id, const StepTimes& times) {
   if (trace.measured(times, rates_, serial_)) {
     ++version_;
   }
-  other_plan_ |= std::exchange(trace.begins_plan, false) && trace.far_from_free();
+  // Where kinds of steps take turns, a heap of its own would be the next one's burden.
+  const bool alone = trace.follower == trace.id;
+  other_plan_ |= std::exchange(trace.begins_plan, false) && alone && trace.far_from_free();
 }
 
 void Plan::requested(Bytes largest) {

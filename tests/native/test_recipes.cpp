@@ -73,6 +73,22 @@ TEST("what was proven is dropped, also where other records were planned to leave
   replay.verify();
 }
 
+// A heap made new for one kind's plan would have the other's holes to make again.
+TEST("two models in turn, both with recipes: each keeps its plan, and nothing is mapped any more") {
+  Replay replay("vit.txt");
+  replay.set_share(0.5);
+  for (int i = 0; i < 40; ++i) {
+    const std::string trace = i % 2 != 0 ? "gpt_8k.txt" : "vit.txt";
+    replay.follow(trace);
+    replay.make_again(recipes_of(trace));
+    const Step step = replay.step();
+    CHECK_EQ(step.gained.overshoot_bytes, 0);
+    CHECK(step.gained.dropped_bytes > 1_GiB);
+    CHECK(i < 30 || step.map_calls == 0);
+  }
+  replay.verify();
+}
+
 TEST("recipes that come after a step was planned are planned with") {
   Replay replay("vit.txt");
   replay.set_share(0.5);
