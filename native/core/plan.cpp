@@ -122,6 +122,7 @@ void Plan::follow(Step& step) {
     return;
   }
   ++version_;
+  timed_step_ = step.serial == timed_step_ ? 0 : timed_step_;
   if (auto trace = likeliest(step.seen, [&](const Trace& one) { return has(one, 0); });
       trace != nullptr) {
     step.trace = std::move(trace);
@@ -243,7 +244,7 @@ void Plan::occupied(Bytes bytes, Bytes mapped) {
   }
 }
 
-bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
+bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) {
   if (!follows() || now_->kin) {
     return false;
   }
@@ -253,13 +254,14 @@ bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
   }
   *trace = trace_now.id;
   *moments = trace_now.full.size() - 1;
+  timed_step_ = now_->serial;
   return true;
 }
 
 void Plan::timed(std::uint32_t id, const StepTimes& times) {
   const auto found =
       std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found == traces_.end()) {
+  if (found == traces_.end() || timed_step_ == 0) {
     return;
   }
   Trace& trace = **found;
