@@ -115,7 +115,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
     if (!covers(*record, block, made)) {
-      made = Made{};
+      made = Made{.sought = made.sought};
     }
     try {
       record->place = d_.plan.saved(

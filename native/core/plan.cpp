@@ -74,6 +74,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.block_bytes = block_bytes;
   entry.record = record;
   entry.by_node = made.bytes != 0;
+  entry.sought = made.sought;
   entry.by_call = from.made;
   entry.call = from.call;
   entry.op = from.op;
@@ -328,6 +329,9 @@ void Plan::learn(Step& step) {
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
     entry.comes = before.comes;
+    if (!entry.sought) {
+      entry.keep_recipe(before);
+    }
     more_recipes |= (entry.by_node && !before.by_node) || (entry.by_call && !before.by_call);
     entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;

@@ -106,9 +106,11 @@ Saved Runtime::tagged(Block* block, Address data, Address first, Address last, M
                       Inside inside) {
   const bool of_call = Books::made_in(*block, inside);
   const Record& record = d_.books.save(block, first, last, made, inside);
-  wants_recipes_.store(d_.plan.wants_recipes() || d_.debug.evict_everything,
-                       std::memory_order_relaxed);
-  if (d_.counters.occupied > d_.budget.low) {
+  const bool short_of_memory = d_.counters.occupied > d_.budget.low;
+  wants_recipes_.store(
+      d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything,
+      std::memory_order_relaxed);
+  if (short_of_memory) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.
     block->clock->note_work(block->size);

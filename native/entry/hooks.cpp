@@ -241,15 +241,18 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   }
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
-  if (wants_recipes() && knows_leaf_) {
+  const bool seeks = wants_recipes() && knows_leaf_;
+  if (seeks) {
     const nb::object inside = call != nullptr ? nb::find(*call) : nb::object();
     handle.recipe = Recipe::of(tensor, inside, sharded_, leaf_);
   }
   core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
   inside.op = seen.op;
+  core::Made made = handle.recipe.made();
+  made.sought = seeks || !recompute_;
   const core::Saved saved =
-      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, inside)
-                            : runtime->save(first, first, last, true, handle.recipe.made(), inside);
+      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, made, inside)
+                            : runtime->save(first, first, last, true, made, inside);
   handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
@@ -272,7 +275,8 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
 // The same where torch's own allocator cuts the blocks: the record is over a reference to the
 // storage, which is given up at once where there is one already, or the storage is not for us.
 core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                             Address first, Address last, core::Inside inside) const {
+                             Address first, Address last, core::Made made,
+                             core::Inside inside) const {
   const core::TorchSide& side = *Registry::get().torch_side();
   if (handle.geometry.device.type != dlpack::kCuda || handle.geometry.device.id != device_) {
     return {core::Refusal::foreign_storage, {}};
@@ -289,7 +293,7 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
     note_usage(device_, last - first);
   }
   const core::Saved saved = runtime.save_held(held, current_stream(handle.geometry.device), first,
-                                              first, last, true, handle.recipe.made(), inside);
+                                              first, last, true, made, inside);
   if (saved.took_reference) {
     reference.release();
   }

@@ -94,7 +94,8 @@ class Hooks {
   void see_leaf(nb::handle tensor);
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                        core::Address first, core::Address last, core::Inside inside) const;
+                        core::Address first, core::Address last, core::Made made,
+                        core::Inside inside) const;
   core::Unpacked find(const Handle& handle, driver::Stream consumer);
   nb::object make_again(const Handle& handle, driver::Stream consumer);
   static nb::object sum_of(const Handle& handle, core::Address first);

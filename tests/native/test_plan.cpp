@@ -147,6 +147,30 @@ TEST("times of a step that turned out to be of other sizes say nothing of the on
   CHECK_EQ(plan.newest()->timed, 1);
 }
 
+TEST("a step in which nobody looked for recipes does not forget those that are known") {
+  Plan plan;
+  const Made made{.first = 0, .bytes = 2_MiB, .kind = 3, .rests_on = 7};
+  const auto step = [&](const Made& how) {
+    plan.begin_step(kUnlimited, 0);
+    std::vector<Plan::Place> places{plan.saved(1_MiB), plan.saved(2_MiB, {}, how)};
+    const bool proven = plan.proven(places[1]);
+    for (; !places.empty(); places.pop_back()) {
+      plan.unpacked(places.back());
+      plan.closed(places.back());
+    }
+    return proven;
+  };
+  step(made);
+  step(made);
+  plan.begin_step(kUnlimited, 0);  // what was proven is of a trace
+  plan.proved({plan.newest()->id, 1, 7}, true);
+  CHECK(step(made));
+  CHECK(!step(Made{.sought = false}));
+  CHECK(step(made));
+  CHECK(!step(Made{}));  // looked for, and gone
+  CHECK(!step(made));
+}
+
 TEST("micro-batches in flight learn and follow by how many are in flight") {
   Plan plan;
   const std::vector<Bytes> sizes{4_MiB, 8_MiB};
