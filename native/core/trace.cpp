@@ -241,7 +241,7 @@ void Trace::try_another() {
   const double least = to_beat(step, before);
   const auto spent = static_cast<double>(trials.best_spent_ns());
   std::vector<Proposal> found;
-  if (least > 0 || spent > noise(step)) {
+  if (least > 0 || spent > 2 * noise(step)) {
     found = proposals(step, before);
   }
   std::vector<Fate> chosen = trials.best();
@@ -250,7 +250,7 @@ void Trace::try_another() {
   };
   if (!found.empty() && found.front().ns < least && untried(found.front())) {
     chosen = std::move(found.front().fates);
-  } else if (spent > noise(step)) {
+  } else if (spent > 2 * noise(step)) {
     // By what such steps spent, where that is more than was forecast.
     for (Proposal& one : found) {
       if (one.ns < spent && !trials.tried(one.fates, records)) {

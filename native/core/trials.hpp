@@ -22,8 +22,8 @@ class Trials {
   bool took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t spent_ns);
   // Whether this one was, or one hardly different.
   bool tried(const std::vector<Fate>& plan, std::span<const KnownRecord> records) const;
-  // Whether there may be more.
-  bool more() const { return all_.size() <= kPlans; }
+  // Whether there may be more: not once plans come up again that were left before.
+  bool more() const { return all_.size() <= kPlans && returns_ < kReturns; }
 
   // The one that took the least; empty before the first.
   const std::vector<Fate>& best() const;

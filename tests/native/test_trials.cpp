@@ -92,6 +92,18 @@ TEST("a plan is what its fastest step ran, which what it has learned may have ch
   CHECK_EQ(trials.best_ns(), 900);
 }
 
+TEST("where plans come up again that were left before, there are no more to try") {
+  Trials trials;
+  trials.took(plan_of(0), 1000, 0);
+  run(&trials, 16, {900, 900, 900});
+  CHECK(trials.more());
+  run(&trials, 0, {950, 950, 950});
+  CHECK(trials.more());
+  run(&trials, 16, {900, 900, 900});
+  CHECK(!trials.more());
+  CHECK(trials.sure_of_best());
+}
+
 TEST("a plan that takes a quarter longer is given up at once") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
