@@ -268,10 +268,12 @@ class Pool:
                 least), so that others' copies get in between; None, the default, is 16 MiB. The
                 smaller, the sooner others get through and the slower the lane.
 
-        Returns the limits now in force. Raises ConfigError, SizeError, or DriverError; then nothing
-        has changed.
+        Returns the limits now in force. Raises ConfigError, SizeError, ForkedError, or DriverError;
+        then nothing has changed.
         """
         device = self._device
+        if device is not None:
+            _driver.check_process()
         with contextlib.nullcontext() if device is None else device.lock:
             wanted = self._limits.changed(
                 max_inflight_d2h,
@@ -281,7 +283,6 @@ class Pool:
                 piece,
             )
             if device is not None and device.is_latest(self):
-                _driver.check_process()
                 _set_lane_limits(device.index, wanted)
             self._limits = wanted
             return wanted
