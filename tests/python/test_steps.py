@@ -427,3 +427,38 @@ def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, rank in (("3", 3), ("", 0), ("x", 0)):
         monkeypatch.setenv("RANK", text)
         assert _steps.rank() == rank
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *("stats", "end_step", "records", "reset_peaks", "pinned_demand", "contents"),
+        *("step_kind", "step_shape", "plan", "lane_limits", "start_timeline", "stop_timeline"),
+    ],
+)
+def test_who_asks_what_a_device_counted_lets_other_threads_run_meanwhile(ask: str) -> None:
+    step(stagehand_alloc.pool())
+    turns = 0
+    stop = False
+
+    def another() -> None:
+        nonlocal turns
+        while not stop:
+            turns += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # from here on a thread runs where the other gives way
+    thread = threading.Thread(target=another)
+    thread.start()
+    try:
+        began, deadline = turns, time.monotonic() + 20
+        while turns == began and time.monotonic() < deadline:
+            getattr(_native, ask)(0)
+        assert turns > began
+    finally:
+        stop = True
+        sys.setswitchinterval(interval)
+        thread.join()
+        _native.stop_timeline(0)
