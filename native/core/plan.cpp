@@ -82,8 +82,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
   entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
-  now_->seen.full.push_back(0);
-  now_->seen.held.emplace_back();
+  now_->seen.begin_moment();
   entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
   now_->seen.entries.push_back(entry);
   ++now_->alive;
@@ -206,8 +205,7 @@ void Plan::unpacked(Place place) {
     return;  // asked for again: the first time is the one to be ready for
   }
   using_ = step;
-  step->seen.full.push_back(0);
-  step->seen.held.emplace_back();
+  step->seen.begin_moment();
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
   Trace::Entry& entry = step->seen.entries[place.index];

@@ -80,6 +80,16 @@ struct Trace {
     Bytes mapped = 0;
   };
   std::vector<Held> held{{}};
+  // Both, or neither where host memory has run out.
+  void begin_moment() {
+    full.push_back(0);
+    try {
+      held.emplace_back();
+    } catch (...) {
+      full.pop_back();
+      throw;
+    }
+  }
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;

@@ -191,9 +191,8 @@ Handle Hooks::pack(nb::handle tensor) {
 }
 
 // Whether recipes are looked for now. Where they were not a moment ago, leaves went by unseen.
-bool Hooks::wants_recipes() {
-  const core::Runtime* runtime = recompute_ ? Registry::get().find(device_) : nullptr;
-  if (runtime == nullptr || runtime->wants_recipes()) {
+bool Hooks::wants_recipes(const core::Runtime* runtime) {
+  if (!recompute_ || runtime == nullptr || runtime->wants_recipes()) {
     return recompute_;
   }
   knows_leaf_ = false;
@@ -201,8 +200,9 @@ bool Hooks::wants_recipes() {
 }
 
 // Which model this is, for proofs.
-void Hooks::see_leaf(nb::handle tensor) {
-  if (const std::uint64_t number = wants_recipes() ? Recipe::leaf_of(tensor) : 0; number != 0) {
+void Hooks::see_leaf(const core::Runtime* runtime, nb::handle tensor) {
+  const std::uint64_t number = wants_recipes(runtime) ? Recipe::leaf_of(tensor) : 0;
+  if (number != 0) {
     leaf_ = number;
     knows_leaf_ = true;
   }
@@ -212,16 +212,17 @@ void Hooks::see_leaf(nb::handle tensor) {
 // that holds its own node would keep itself alive for ever (rule A4).
 Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
+  core::Runtime* const runtime = Registry::get().find(device_);
   PyObject* const object = tensor.ptr();
   if (!torch.is_tensor(object)) {
-    see_leaf(tensor);
+    see_leaf(runtime, tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
                 torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
   }
   const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
-    see_leaf(tensor);
+    see_leaf(runtime, tensor);
     const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
     return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
@@ -232,7 +233,6 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
     return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason,
                 std::move(handle));
   };
-  core::Runtime* runtime = Registry::get().find(device_);
   if (runtime == nullptr) {
     return pass_plain(Reason::foreign_storage);
   }
@@ -241,7 +241,7 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   }
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
-  const bool seeks = wants_recipes() && knows_leaf_;
+  const bool seeks = wants_recipes(runtime) && knows_leaf_;
   if (seeks) {
     const nb::object inside = call != nullptr ? nb::find(*call) : nb::object();
     handle.recipe = Recipe::of(tensor, inside, sharded_, leaf_);

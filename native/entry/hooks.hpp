@@ -90,8 +90,8 @@ class Hooks {
 
  private:
   Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
-  bool wants_recipes();
-  void see_leaf(nb::handle tensor);
+  bool wants_recipes(const core::Runtime* runtime);
+  void see_leaf(const core::Runtime* runtime, nb::handle tensor);
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                         core::Address first, core::Address last, core::Made made,
