@@ -207,8 +207,8 @@ class Plan {
   std::list<Step> steps_;                     // those whose records are alive, and the newest
   bool other_plan_ = false;
   std::uint32_t timed_step_ = 0;  // the step that is measured; 0: it has gone another way
-  Step* now_ = nullptr;    // the newest; null before the first
-  Step* using_ = nullptr;  // whose record was asked for last
+  Step* now_ = nullptr;           // the newest; null before the first
+  Step* using_ = nullptr;         // whose record was asked for last
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;

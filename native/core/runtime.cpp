@@ -103,9 +103,8 @@ void Runtime::ignored_ended(Bytes bytes) {
 
 void Runtime::look_for_recipes() {
   const bool short_of_memory = d_.counters.occupied > d_.budget.low;
-  wants_recipes_.store(
-      d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything,
-      std::memory_order_relaxed);
+  wants_recipes_.store(d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything,
+                       std::memory_order_relaxed);
 }
 
 // A record for the block, or one more handle for the one it has.

@@ -250,9 +250,9 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   inside.op = seen.op;
   core::Made made = handle.recipe.made();
   made.sought = seeks || !recompute_;
-  const core::Saved saved =
-      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, made, inside)
-                            : runtime->save(first, first, last, true, made, inside);
+  const core::Saved saved = runtime->uses_torch()
+                                ? save_held(*runtime, tensor, handle, first, last, made, inside)
+                                : runtime->save(first, first, last, true, made, inside);
   handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;

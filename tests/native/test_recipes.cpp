@@ -76,7 +76,8 @@ TEST("what was proven is dropped, also where other records were planned to leave
   replay.verify();
 }
 
-// The recorded step on a host that takes a tenth longer than the GPU, and some more or less each time.
+// The recorded step on a host that takes a tenth longer than the GPU, and some more or less each
+// time.
 std::vector<Event> on_a_slow_host(const std::string& trace, unsigned seed) {
   std::vector<Event> events = read_trace(trace);
   std::mt19937 random(seed);
