@@ -20,14 +20,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from stagehand_alloc._cli import run as _run
 
         return _run.main(arguments[1:])
+    from stagehand_alloc._cli.ending import ended
+
     if arguments[:1] == ["report"]:
         from stagehand_alloc._cli import report as _report
 
-        return _report.main(arguments[1:])
+        return ended(_report.main, arguments[1:])
     if arguments[:1] == ["advise"]:
         from stagehand_alloc._cli import advise as _advise
 
-        return _advise.main(arguments[1:])
+        return ended(_advise.main, arguments[1:])
     options = _parse(arguments)
     from stagehand_alloc._cli import doctor as _doctor
 

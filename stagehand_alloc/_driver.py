@@ -76,6 +76,15 @@ def check_process() -> None:
         )
 
 
+def _begin_child() -> None:
+    """After a fork: who may have held the lock is a thread of the parent's."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
 def driver_version() -> int:
     """The CUDA version of the driver, as 1000 * major + 10 * minor."""
     return int(call("cuDriverGetVersion"))

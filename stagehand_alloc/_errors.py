@@ -105,3 +105,8 @@ class SimulatorError(StagehandError, RuntimeError):
 
 class CompilerError(SimulatorError):
     """A library against the installed torch, such as the simulated GPU's, could not be built."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What somebody else's error says, without its line breaks; its name where it says nothing."""
+    return " ".join(str(error).splitlines()) or type(error).__name__

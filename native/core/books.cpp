@@ -115,7 +115,7 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
   if (record == nullptr) {
     record = d_.ledger.open(block, first - block->address, last - block->address);
     if (!covers(*record, block, made)) {
-      made = Made{};
+      made = Made{.sought = made.sought};
     }
     try {
       record->place = d_.plan.saved(
@@ -135,6 +135,8 @@ Record& Books::save(Block* block, Address first, Address last, Made made, Inside
     if (step_ != record->place.step) {
       step_ = record->place.step;
       d_.clocks.steps.step_began(d_.plan);
+    } else if (!d_.plan.measures()) {
+      d_.clocks.steps.forget();
     }
     note_occupied();
     d_.clocks.moment(d_.plan.moment(), block->clock->stream());

@@ -74,6 +74,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.block_bytes = block_bytes;
   entry.record = record;
   entry.by_node = made.bytes != 0;
+  entry.sought = made.sought;
   entry.by_call = from.made;
   entry.call = from.call;
   entry.op = from.op;
@@ -81,8 +82,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
   entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
-  now_->seen.full.push_back(0);
-  now_->seen.held.emplace_back();
+  now_->seen.begin_moment();
   entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
   now_->seen.entries.push_back(entry);
   ++now_->alive;
@@ -122,6 +122,7 @@ void Plan::follow(Step& step) {
     return;
   }
   ++version_;
+  timed_step_ = step.serial == timed_step_ ? 0 : timed_step_;
   if (auto trace = likeliest(step.seen, [&](const Trace& one) { return has(one, 0); });
       trace != nullptr) {
     step.trace = std::move(trace);
@@ -204,8 +205,7 @@ void Plan::unpacked(Place place) {
     return;  // asked for again: the first time is the one to be ready for
   }
   using_ = step;
-  step->seen.full.push_back(0);
-  step->seen.held.emplace_back();
+  step->seen.begin_moment();
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
   Trace::Entry& entry = step->seen.entries[place.index];
@@ -243,7 +243,7 @@ void Plan::occupied(Bytes bytes, Bytes mapped) {
   }
 }
 
-bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
+bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) {
   if (!follows() || now_->kin) {
     return false;
   }
@@ -253,20 +253,23 @@ bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) const {
   }
   *trace = trace_now.id;
   *moments = trace_now.full.size() - 1;
+  timed_step_ = now_->serial;
   return true;
 }
 
 void Plan::timed(std::uint32_t id, const StepTimes& times) {
   const auto found =
       std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found == traces_.end()) {
+  if (found == traces_.end() || timed_step_ == 0) {
     return;
   }
   Trace& trace = **found;
   if (trace.measured(times, rates_, serial_)) {
     ++version_;
   }
-  other_plan_ |= std::exchange(trace.begins_plan, false) && trace.far_from_free();
+  // Where kinds of steps take turns, a heap of its own would be the next one's burden.
+  const bool alone = trace.follower == trace.id;
+  other_plan_ |= std::exchange(trace.begins_plan, false) && alone && trace.far_from_free();
 }
 
 void Plan::requested(Bytes largest) {
@@ -324,6 +327,9 @@ void Plan::learn(Step& step) {
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
     entry.comes = before.comes;
+    if (!entry.sought) {
+      entry.keep_recipe(before);
+    }
     more_recipes |= (entry.by_node && !before.by_node) || (entry.by_call && !before.by_call);
     entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;

@@ -61,7 +61,9 @@ class Plan {
   // The moment that the newest step is in: one begins with each save and each first use.
   std::size_t moment() const { return now_ != nullptr ? now_->seen.full.size() - 1 : 0; }
   // Whether the newest step is to be measured: the trace that it follows, and that one's moments.
-  bool wants_times(std::uint32_t* trace, std::size_t* moments) const;
+  bool wants_times(std::uint32_t* trace, std::size_t* moments);
+  bool measures() const { return timed_step_ != 0; }
+  // It was. Where it has gone another way than that trace, its times say nothing of it.
   void timed(std::uint32_t trace, const StepTimes& times);
 
   // The largest request since the last record was saved or asked for.
@@ -204,8 +206,9 @@ class Plan {
   std::list<std::shared_ptr<Trace>> traces_;  // newest first
   std::list<Step> steps_;                     // those whose records are alive, and the newest
   bool other_plan_ = false;
-  Step* now_ = nullptr;    // the newest; null before the first
-  Step* using_ = nullptr;  // whose record was asked for last
+  std::uint32_t timed_step_ = 0;  // the step that is measured; 0: it has gone another way
+  Step* now_ = nullptr;           // the newest; null before the first
+  Step* using_ = nullptr;         // whose record was asked for last
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;

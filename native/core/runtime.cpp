@@ -102,13 +102,18 @@ void Runtime::ignored_ended(Bytes bytes) {
   d_.books.ignored_ended(bytes);
 }
 
+void Runtime::look_for_recipes() {
+  const bool short_of_memory = d_.counters.occupied > d_.budget.low;
+  wants_recipes_.store(d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything,
+                       std::memory_order_relaxed);
+}
+
 // A record for the block, or one more handle for the one it has.
 Saved Runtime::tagged(Block* block, Address data, Address first, Address last, Made made,
                       Inside inside) {
   const bool of_call = Books::made_in(*block, inside);
   const Record& record = d_.books.save(block, first, last, made, inside);
-  wants_recipes_.store(d_.plan.wants_recipes() || d_.debug.evict_everything,
-                       std::memory_order_relaxed);
+  look_for_recipes();
   if (d_.counters.occupied > d_.budget.low) {
     // A fine clock while memory is short: copies out of what is freed from here on can then start
     // at a point of the stream instead of behind all that was queued.

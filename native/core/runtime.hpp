@@ -35,6 +35,13 @@ struct Saved {
   Plan::ToProve look = {};      // its bytes are to be looked at now and when it is asked for
 };
 
+// What is counted, and what it is to be read beside, of one moment.
+struct Reading {
+  Counters counters;
+  Budget budget;
+  PlanState plan = PlanState::none;
+};
+
 struct Unpacked {
   Status status = Status::ok;
   Address address = 0;
@@ -194,9 +201,10 @@ class Runtime {
   // Work on `device` may reach this device's memory from now on.
   Status add_peer(int device);
 
-  Counters counters();
+  Reading read();
   // What was counted since the last call, with the peaks since then: a step ends, the next begins.
-  Counters end_step();
+  Reading read_step();
+  Counters counters() { return read().counters; }
   // Records that are alive.
   Bytes records();
   Budget budget();
@@ -229,7 +237,9 @@ class Runtime {
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();      // as the books are
   Counters counted_now();  // once they are up to date
+  Reading reading(const Counters& counters) const;
   void start_peaks();
+  void look_for_recipes();
   void release_graphs(Entry& entry);
 
   Device d_;

@@ -62,6 +62,7 @@ Runtime* Runtime::open(const driver::Table& table, int device, std::string* erro
 Runtime::Runtime(const driver::Table& table, int device, driver::Context context,
                  Bytes device_bytes, Bytes granularity, const LaneStreams& lanes)
     : d_(table, device, context, device_bytes, granularity, lanes), heap_(d_) {
+  const Entry entry(d_.gate);  // its parts have called the driver: the next entry begins anew
   d_.store = &heap_;
   d_.gate.when_unlocked(
       [](void* who, Due& due) {
@@ -86,8 +87,7 @@ void Runtime::set_budget(const Budget& budget) {
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
   d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
-  wants_recipes_.store(d_.plan.wants_recipes() || d_.debug.evict_everything,
-                       std::memory_order_relaxed);
+  look_for_recipes();
   d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();
@@ -251,15 +251,19 @@ Counters Runtime::counted_now() {
   return counted();
 }
 
-Counters Runtime::counters() {
-  Entry entry(d_.gate);
-  return step_.of_run(counted_now());
+Reading Runtime::reading(const Counters& counters) const {
+  return {counters, d_.budget, d_.plan.state()};
 }
 
-Counters Runtime::end_step() {
+Reading Runtime::read() {
+  Entry entry(d_.gate);
+  return reading(step_.of_run(counted_now()));
+}
+
+Reading Runtime::read_step() {
   Entry entry(d_.gate);
   const Counters now = counted_now();
-  const Counters found = step_.of_step(now);
+  const Reading found = reading(step_.of_step(now));
   step_.begin_step(now);
   start_peaks();
   return found;

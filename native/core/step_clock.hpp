@@ -24,6 +24,11 @@ class StepClock {
   bool tell(Plan& plan);
   // A step began: likewise; and the plan says whether to measure this one.
   void step_began(Plan& plan);
+  // The step has gone another way: nothing more is noted, and nothing told.
+  void forget() {
+    measuring_ = false;
+    marks_.clear();
+  }
   // Whether the moment of this number is to be noted; on a stream that is not captured.
   bool due(std::size_t number) const { return measuring_ && number >= due_; }
   void note_moment(std::size_t number, driver::Stream stream);

@@ -1,6 +1,7 @@
 #include "core/timeline.hpp"
 
 #include <chrono>
+#include <new>
 #include <utility>
 
 namespace stagehand::core {
@@ -16,7 +17,16 @@ std::int64_t now_ns() {
 }  // namespace
 
 bool Timeline::start(driver::Stream stream) {
+  on_ = false;
   taken_ = {};
+  try {
+    taken_.notes.reserve(kNotes);  // pages that nobody writes to cost nothing
+    taken_.copies.reserve(kCopies);
+    events_.reserve(1 + 2 * kCopies);
+  } catch (const std::bad_alloc&) {
+    taken_ = {};
+    return false;
+  }
   on_ = mark(0, stream);
   began_ns_ = now_ns();
   return on_;
@@ -46,7 +56,8 @@ Timeline::Taken Timeline::stop() {
   return taken;
 }
 
-void Timeline::add(What what, Bytes bytes, std::uint64_t record, const Counters& counters) {
+void Timeline::add(What what, Bytes bytes, std::uint64_t record,
+                   const Counters& counters) noexcept {
   if (taken_.notes.size() == kNotes) {
     ++taken_.missed;
     return;
@@ -55,7 +66,7 @@ void Timeline::add(What what, Bytes bytes, std::uint64_t record, const Counters&
       {what, now_ns(), bytes, record, counters.occupied, counters.mapped, counters.evicted});
 }
 
-bool Timeline::copy_begins(driver::Stream stream) {
+bool Timeline::copy_begins(driver::Stream stream) noexcept {
   if (taken_.copies.size() == kCopies || !mark(1 + 2 * taken_.copies.size(), stream)) {
     ++taken_.missed;
     return false;
@@ -63,13 +74,13 @@ bool Timeline::copy_begins(driver::Stream stream) {
   return true;
 }
 
-void Timeline::copy_ends(driver::Stream stream, std::uint8_t lane, Bytes bytes) {
+void Timeline::copy_ends(driver::Stream stream, std::uint8_t lane, Bytes bytes) noexcept {
   if (mark(2 + 2 * taken_.copies.size(), stream)) {
     taken_.copies.push_back({lane, bytes, now_ns(), 0, 0});
   }
 }
 
-bool Timeline::mark(std::size_t slot, driver::Stream stream) {
+bool Timeline::mark(std::size_t slot, driver::Stream stream) noexcept {
   while (slot >= events_.size()) {
     driver::Event event = nullptr;
     if (gate_->event_create(&event, 0) != driver::kSuccess) {

@@ -51,7 +51,7 @@ class Timeline {
 
   bool on() const { return on_; }
   // From here on. The caller has made the GPU idle: its clock and the host's are put side by side
-  // by an event on that stream. False: the driver refuses it.
+  // by an event on that stream. False: the driver refuses it, or there is no host memory for notes.
   bool start(driver::Stream stream);
   // The caller has made the GPU idle again: copies whose events have not passed are left out.
   Taken stop();
@@ -62,15 +62,16 @@ class Timeline {
     }
   }
   // A copy is about to be queued on that stream; it was. With `on()` only.
-  bool copy_begins(driver::Stream stream);
-  void copy_ends(driver::Stream stream, std::uint8_t lane, Bytes bytes);
+  bool copy_begins(driver::Stream stream) noexcept;
+  void copy_ends(driver::Stream stream, std::uint8_t lane, Bytes bytes) noexcept;
 
  private:
   static constexpr std::size_t kNotes = std::size_t{1} << 20;
   static constexpr std::size_t kCopies = std::size_t{1} << 16;
 
-  void add(What what, Bytes bytes, std::uint64_t record, const Counters& counters);
-  bool mark(std::size_t slot, driver::Stream stream);
+  // In room that `start` took: who notes something is in the middle of it.
+  void add(What what, Bytes bytes, std::uint64_t record, const Counters& counters) noexcept;
+  bool mark(std::size_t slot, driver::Stream stream) noexcept;
 
   Gate& gate_;
   bool on_ = false;

@@ -260,12 +260,14 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
 // Blocks that stay where they are break up large segments, by now and then more than evicting can
 // make good. After a planned step that came near that, the next pool entry gives all free segments
 // back: what it asks for then lies in segments of its own size. Not after every step that had to
-// give segments back: each would be made again in every step.
+// give segments back: each would be made again in every step. Nor where sizes differ in each step:
+// the next one breaks them up elsewhere.
 void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
   const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
   bool asked = false;  // all owners
+  const bool repeats = d_.plan.repeats() != 0;
   for (bool look = true;;) {
     if (std::exchange(look, false)) {
       const Bytes small = request > kSmallLimit ? room_for_small() : 0;
@@ -296,7 +298,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
       due.release_segments = !fits_under(d_.counters.mapped, growth, roof);
       if (due.release_segments) {
         lacked(request, owner);
-        start_anew_ |= d_.plan.follows() && (sight_.by_pages || left < kEdge * request);
+        start_anew_ |= repeats && (sight_.by_pages || left < kEdge * request);
       }
       return;
     }
@@ -320,7 +322,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   cache_.lacks_pages(owner);
   look_at_cache(owner);
   due.release_segments = can_release() && sight_.releasable > 0;
-  start_anew_ |= due.release_segments && d_.plan.follows();
+  start_anew_ |= due.release_segments && repeats;
 }
 
 // Whether torch finds the hole without anything more leaving, or maps pages that it may for it.

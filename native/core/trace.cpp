@@ -170,7 +170,8 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
   if (!drops()) {
     choose();
     timed = timed >= kTimedAtLeast ? kTimed : timed;
-  } else if (!proving() && trials.took(ran.empty() ? fates() : ran, times.all_ns)) {
+  } else if (!proving() && trials.took(ran.empty() ? fates() : ran, times.all_ns,
+                                       times.all_ns - times.points.back().ns)) {
     try_another();
   }
   if (planned) {
@@ -210,7 +211,7 @@ bool Trace::drops() const {
 
 bool Trace::far_from_free() const {
   constexpr std::uint64_t kPart = 20;
-  return drops() && !at_ns.empty() && trials.best_ns() > at_ns.back() + at_ns.back() / kPart;
+  return drops() && !at_ns.empty() && trials.best_spent_ns() > at_ns.back() / kPart;
 }
 
 std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
@@ -238,10 +239,9 @@ void Trace::try_another() {
   const std::vector<Fate> was = fates();
   const Forecast before = forecast(step, was);
   const double least = to_beat(step, before);
-  const auto longer =
-      static_cast<double>(trials.best_ns() - std::min(trials.best_ns(), at_ns.back()));
+  const auto spent = static_cast<double>(trials.best_spent_ns());
   std::vector<Proposal> found;
-  if (least > 0 || longer > 2 * noise(step)) {
+  if (least > 0 || spent > 2 * noise(step)) {
     found = proposals(step, before);
   }
   std::vector<Fate> chosen = trials.best();
@@ -250,10 +250,10 @@ void Trace::try_another() {
   };
   if (!found.empty() && found.front().ns < least && untried(found.front())) {
     chosen = std::move(found.front().fates);
-  } else if (longer > 2 * noise(step)) {
-    // By what such steps took, where that is more than was forecast.
+  } else if (spent > 2 * noise(step)) {
+    // By what such steps spent, where that is more than was forecast.
     for (Proposal& one : found) {
-      if (one.ns < longer - noise(step) && !trials.tried(one.fates, records)) {
+      if (one.ns < spent && !trials.tried(one.fates, records)) {
         chosen = std::move(one.fates);
         break;
       }

@@ -1,6 +1,8 @@
 // What the plan remembers of one kind of step. Data, and pure questions about it.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "core/planner.hpp"
@@ -26,6 +28,7 @@ struct Trace {
     std::uint32_t kind = 0;      // Made::kind
     std::uint32_t rests_on = 0;  // Made::rests_on
     bool by_node = false;        // can be made again by a recipe, unless that is refused
+    bool sought = true;          // else nobody looked for one
     std::uint32_t made_of[Made::kInputs] = {KnownRecord::kNever, KnownRecord::kNever,
                                             KnownRecord::kNever};  // its inputs' entries
     bool by_call = false;        // can be by the call that it was saved in
@@ -45,6 +48,15 @@ struct Trace {
     bool again() const { return by_node || by_call; }
     bool unproven() const { return by_node && proof == Proof::none; }
     bool may_by_node() const { return by_node && proof != Proof::refused; }
+    // Nobody looked for a recipe this time: the one before is likely to be there still. What is
+    // dropped rests on the recipe that is there then.
+    void keep_recipe(const Entry& before) {
+      by_node = before.by_node;
+      kind = before.kind;
+      rests_on = before.rests_on;
+      proof = before.proof;
+      std::copy(std::begin(before.made_of), std::end(before.made_of), made_of);
+    }
     bool same_recipe(const Entry& other) const {
       return kind == other.kind && rests_on == other.rests_on;
     }
@@ -68,6 +80,16 @@ struct Trace {
     Bytes mapped = 0;
   };
   std::vector<Held> held{{}};
+  // Both, or neither where host memory has run out.
+  void begin_moment() {
+    full.push_back(0);
+    try {
+      held.emplace_back();
+    } catch (...) {
+      full.pop_back();
+      throw;
+    }
+  }
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;

@@ -171,7 +171,8 @@ Status Transfers::copy_out(std::span<Record* const> records) {
   return status;
 }
 
-// Both ways only behind what was queued before, so neither lane ever waits for itself.
+// Both ways only behind what was queued before, so neither lane ever waits for itself. It is for
+// who comes first alone: what is safe rests on the waits of `order_copy_in`.
 Status Transfers::keep_order(Lane& lane, Seq awaited) {
   if (&lane == &express_) {
     return clocks_.order_after(express_.clock(), {in_.clock().index(), awaited});
@@ -206,7 +207,12 @@ Status Transfers::copy_in(std::span<const Arrival> arrivals, Lane& lane) {
   }
   Tick tick;
   Status status = finish(queue(lane, StepClock::Kind::in), lane, &tick);
-  newest_express_ = &lane == &express_ ? tick.seq : newest_express_;
+  // One that waits for its own copy out, as under a rate, leaves the link idle meanwhile: what
+  // comes in turn uses it, and shares it later.
+  const bool moves = std::all_of(arrivals.begin(), arrivals.end(), [&](const Arrival& one) {
+    return out_.clock().passed(one.record->copy.written.seq);
+  });
+  newest_express_ = &lane == &express_ && moves ? tick.seq : newest_express_;
   for (const auto& [record, block] : arrivals) {
     record->arrived = tick;
     block->fence.clear();  // the copy runs behind all of it, and leaves its own tick

@@ -15,10 +15,11 @@ constexpr Bytes kAlike = 16;        // plans differ where one part of what leave
 }  // namespace
 
 // What two steps did: one alone may have been lucky.
-std::uint64_t Trials::Tried::takes() const {
-  std::vector<std::uint64_t> sorted = ns;
+Trials::Took Trials::Tried::takes() const {
+  std::vector<Took> sorted = newest;
   std::sort(sorted.begin(), sorted.end());
-  return sorted.empty() ? ~std::uint64_t{0} : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
+  return sorted.empty() ? Took{~std::uint64_t{0}, 0}
+                        : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
 }
 
 void Trials::begin(std::vector<Fate> plan) {
@@ -34,7 +35,7 @@ void Trials::begin(std::vector<Fate> plan) {
 }
 
 // A plan has its time as long as it gains by what its own steps teach.
-bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns) {
+bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t spent_ns) {
   if (++steps_ < kSettled) {
     return false;
   }
@@ -43,13 +44,14 @@ bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns) {
     all_.push_back({plan, {}});
   }
   Tried& now = all_[now_];
-  if (now.ns.empty() || ns <= *std::min_element(now.ns.begin(), now.ns.end())) {
+  const Took step{ns, spent_ns};
+  if (now.newest.empty() || ns <= std::min_element(now.newest.begin(), now.newest.end())->ns) {
     now.plan = plan;
   }
-  if (now.ns.size() == kNewest) {
-    now.ns.erase(now.ns.begin());
+  if (now.newest.size() == kNewest) {
+    now.newest.erase(now.newest.begin());
   }
-  now.ns.push_back(ns);
+  now.newest.push_back(step);
   const std::uint64_t before = std::exchange(last_ns_, ns);
   const bool gains = before == 0 || ns + before / kNoise < before;
   return first || !gains || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
@@ -85,7 +87,12 @@ const std::vector<Fate>& Trials::best() const {
 
 std::uint64_t Trials::best_ns() const {
   const Tried* found = fastest();
-  return found != nullptr ? found->takes() : 0;
+  return found != nullptr ? found->takes().ns : 0;
+}
+
+std::uint64_t Trials::best_spent_ns() const {
+  const Tried* found = fastest();
+  return found != nullptr ? found->takes().spent_ns : 0;
 }
 
 bool Trials::sure_of_best() const {

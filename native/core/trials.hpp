@@ -2,6 +2,7 @@
 // holes, mapping and the host, so the one that took the least is kept. Pure.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -15,17 +16,21 @@ class Trials {
   // This plan is in use from the next step on, which pays for the change; again, where it was
   // tried.
   void begin(std::vector<Fate> plan);
-  // A step took so long, with this plan, which its own steps may have changed since it began.
+  // A step took so long, with this plan, which its own steps may have changed since it began; and
+  // so much of that was spent on what the plan chose: waits for the lanes, and making again.
   // Whether that is how long such steps take.
-  bool took(const std::vector<Fate>& plan, std::uint64_t ns);
+  bool took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t spent_ns);
   // Whether this one was, or one hardly different.
   bool tried(const std::vector<Fate>& plan, std::span<const KnownRecord> records) const;
-  // Whether there may be more.
-  bool more() const { return all_.size() <= kPlans; }
+  // Whether there may be more: not once plans come up again that were left before.
+  bool more() const { return all_.size() <= kPlans && returns_ < kReturns; }
 
   // The one that took the least; empty before the first.
   const std::vector<Fate>& best() const;
   std::uint64_t best_ns() const;
+  // What its steps spend: all that another plan could save. The rest of their time is computing,
+  // the host's, and whatever else comes and goes.
+  std::uint64_t best_spent_ns() const;
   // Whether this is what the plan in use has become.
   bool in_use(const std::vector<Fate>& plan) const {
     return now_ < all_.size() && all_[now_].plan == plan;
@@ -40,11 +45,16 @@ class Trials {
   static constexpr std::size_t kPlans = 5;
   static constexpr int kReturns = 2;
 
+  struct Took {
+    std::uint64_t ns = 0;
+    std::uint64_t spent_ns = 0;
+    auto operator<=>(const Took&) const = default;
+  };
   struct Tried {
-    std::vector<Fate> plan;         // as its fastest step ran
-    std::vector<std::uint64_t> ns;  // of the newest steps
+    std::vector<Fate> plan;    // as its fastest step ran
+    std::vector<Took> newest;  // steps
 
-    std::uint64_t takes() const;
+    Took takes() const;
   };
   const Tried* fastest() const;
 

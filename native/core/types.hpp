@@ -46,6 +46,7 @@ struct Made {
   Bytes bytes = 0;         // 0: there is no recipe
   std::uint32_t kind = 0;  // of those of one kind the time is that of their bytes
   bool exact = false;      // the same bytes whenever it runs; else that is to be proven
+  bool sought = true;      // else nobody looked for one
   // What a proof rests on beside the place in the step: settings, and the inputs' sizes. Of others
   // it says nothing.
   std::uint32_t rests_on = 0;

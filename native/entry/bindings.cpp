@@ -15,6 +15,7 @@
 #include "entry/torch_entry.hpp"
 #include "entry/torch_side.hpp"
 #include "entry/weights.hpp"
+#include "entry/without_gil.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -59,16 +60,14 @@ bool configure_pinned(const std::vector<core::Bytes>& classes,
 }
 
 core::Bytes release_pinned(int device, core::Bytes keep) {
-  core::Runtime* runtime = Registry::get().find(device);
-  return runtime != nullptr ? runtime->release_pinned(keep) : 0;
+  return without_gil(device, [&](core::Runtime& runtime) { return runtime.release_pinned(keep); });
 }
 
 nb::list pinned_demand(int device) {
   nb::list found;
-  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
-    for (const core::Demand::Peak& peak : runtime->pinned_demand()) {
-      found.append(nb::make_tuple(peak.bytes, peak.count));
-    }
+  for (const core::Demand::Peak& peak :
+       without_gil(device, [](core::Runtime& runtime) { return runtime.pinned_demand(); })) {
+    found.append(nb::make_tuple(peak.bytes, peak.count));
   }
   return found;
 }
@@ -76,11 +75,8 @@ nb::list pinned_demand(int device) {
 // (step, best, late, again: ns; by region and op: both, records, bytes that stay, leave, are
 // dropped, ns)
 nb::tuple plan(int device) {
-  core::Plan::Shown shown;
-  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
-    const nb::gil_scoped_release unlocked;
-    shown = runtime->plan_shown();
-  }
+  const core::Plan::Shown shown =
+      without_gil(device, [](core::Runtime& runtime) { return runtime.plan_shown(); });
   nb::list ops;
   for (const core::Plan::ByOp& one : shown.ops) {
     ops.append(nb::make_tuple(one.region != nullptr ? one.region : "",
@@ -91,10 +87,8 @@ nb::tuple plan(int device) {
                         shown.forecast.again_ns, ops);
 }
 
-nb::dict dict_of(const core::Counters& counters, core::Runtime* runtime) {
-  const core::Budget budget = runtime != nullptr ? runtime->budget() : core::Budget{};
-  const core::PlanState plan_state =
-      runtime != nullptr ? runtime->plan_state() : core::PlanState::none;
+nb::dict dict_of(const core::Reading& reading) {
+  const auto& [counters, budget, plan_state] = reading;
   nb::dict found;
 #define STAGEHAND_ENTRY(name) found[#name] = counters.name;
   STAGEHAND_COUNTERS(STAGEHAND_ENTRY)
@@ -111,24 +105,19 @@ nb::dict dict_of(const core::Counters& counters, core::Runtime* runtime) {
 }
 
 nb::dict stats(int device) {
-  core::Runtime* runtime = Registry::get().find(device);
-  return dict_of(runtime != nullptr ? runtime->counters() : core::Counters{}, runtime);
+  return dict_of(without_gil(device, [](core::Runtime& runtime) { return runtime.read(); }));
 }
 
 nb::dict end_step(int device) {
-  core::Runtime* runtime = Registry::get().find(device);
-  return dict_of(runtime != nullptr ? runtime->end_step() : core::Counters{}, runtime);
+  return dict_of(without_gil(device, [](core::Runtime& runtime) { return runtime.read_step(); }));
 }
 
 core::Bytes records(int device) {
-  core::Runtime* runtime = Registry::get().find(device);
-  return runtime != nullptr ? runtime->records() : 0;
+  return without_gil(device, [](core::Runtime& runtime) { return runtime.records(); });
 }
 
 void reset_peaks(int device) {
-  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
-    runtime->reset_peaks();
-  }
+  without_gil(device, [](core::Runtime& runtime) { runtime.reset_peaks(); });
 }
 
 void empty_cache() {
@@ -137,8 +126,7 @@ void empty_cache() {
 }
 
 std::string check_invariants(int device) {
-  core::Runtime* runtime = Registry::get().find(device);
-  return runtime != nullptr ? runtime->invariants_broken() : std::string();
+  return without_gil(device, [](core::Runtime& runtime) { return runtime.invariants_broken(); });
 }
 
 // 0 is no limit; rates in bytes per second.
@@ -150,10 +138,8 @@ bool set_lane_limits(int device, std::uint32_t inflight_d2h, std::uint32_t infli
 }
 
 nb::tuple lane_limits(int device) {
-  core::LaneLimits limits;
-  if (core::Runtime* runtime = Registry::get().find(device); runtime != nullptr) {
-    limits = runtime->lane_limits();
-  }
+  const core::LaneLimits limits =
+      without_gil(device, [](core::Runtime& runtime) { return runtime.lane_limits(); });
   return nb::make_tuple(limits.inflight_d2h, limits.inflight_h2d, limits.rate_d2h, limits.rate_h2d,
                         limits.piece);
 }
@@ -196,11 +182,14 @@ void set_debug(bool evict_everything, bool poison, bool checksums) {
       [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison, checksums}); });
 }
 
-void set_checksums(int device, bool on) { opened(device).set_checksums(on); }
+void set_checksums(int device, bool on) {
+  core::Runtime& runtime = opened(device);
+  const nb::gil_scoped_release unlocked;
+  runtime.set_checksums(on);
+}
 
 bool keep(int device, std::uintptr_t address) {
-  core::Runtime* runtime = Registry::get().find(device);
-  return runtime != nullptr && runtime->keep(address);
+  return without_gil(device, [&](core::Runtime& runtime) { return runtime.keep(address); });
 }
 
 // For the cycle collector: a predicate often belongs to whoever holds the pool.
@@ -242,8 +231,7 @@ NB_MODULE(_native, module) {
   module.def("clear_budget", &clear_budget, "device"_a);
   module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a,
              "ahead"_a = false, "numa_nodes"_a = std::vector<int>(), "first_share"_a = 0);
-  module.def("release_pinned", &release_pinned, "device"_a, "keep"_a,
-             nb::call_guard<nb::gil_scoped_release>());
+  module.def("release_pinned", &release_pinned, "device"_a, "keep"_a);
   module.def("plan", &plan, "device"_a);
   module.def("pinned_demand", &pinned_demand, "device"_a);
   module.def("stats", &stats, "device"_a);
@@ -251,8 +239,7 @@ NB_MODULE(_native, module) {
   module.def("records", &records, "device"_a);
   module.def("reset_peaks", &reset_peaks, "device"_a);
   module.def("empty_cache", &empty_cache);
-  module.def("check_invariants", &check_invariants, "device"_a,
-             nb::call_guard<nb::gil_scoped_release>());
+  module.def("check_invariants", &check_invariants, "device"_a);
   module.def("set_lane_limits", &set_lane_limits, "device"_a, "inflight_d2h"_a, "inflight_h2d"_a,
              "rate_d2h"_a, "rate_h2d"_a, "piece"_a = core::LaneLimits{}.piece);
   module.def("lane_limits", &lane_limits, "device"_a);

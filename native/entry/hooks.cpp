@@ -193,9 +193,8 @@ Handle Hooks::pack(nb::handle tensor) {
 }
 
 // Whether recipes are looked for now. Where they were not a moment ago, leaves went by unseen.
-bool Hooks::wants_recipes() {
-  const core::Runtime* runtime = recompute_ ? Registry::get().find(device_) : nullptr;
-  if (runtime == nullptr || runtime->wants_recipes()) {
+bool Hooks::wants_recipes(const core::Runtime* runtime) {
+  if (!recompute_ || runtime == nullptr || runtime->wants_recipes()) {
     return recompute_;
   }
   knows_leaf_ = false;
@@ -203,8 +202,9 @@ bool Hooks::wants_recipes() {
 }
 
 // Which model this is, for proofs.
-void Hooks::see_leaf(nb::handle tensor) {
-  if (const std::uint64_t number = wants_recipes() ? Recipe::leaf_of(tensor) : 0; number != 0) {
+void Hooks::see_leaf(const core::Runtime* runtime, nb::handle tensor) {
+  const std::uint64_t number = wants_recipes(runtime) ? Recipe::leaf_of(tensor) : 0;
+  if (number != 0) {
     leaf_ = number;
     knows_leaf_ = true;
   }
@@ -214,10 +214,11 @@ void Hooks::see_leaf(nb::handle tensor) {
 // that holds its own node would keep itself alive for ever (rule A4).
 Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
+  core::Runtime* const runtime = Registry::get().find(device_);
   PyObject* const object = tensor.ptr();
   // Rule W8: before anything else is asked of it; it may be younger than the pool, or away.
   if (WeightGroup* group = WeightGroup::find(object); group != nullptr) {
-    see_leaf(tensor);
+    see_leaf(runtime, tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
     Handle handle;
     handle.weights = nb::find(*group);
@@ -226,14 +227,14 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
                 std::move(handle));
   }
   if (!torch.is_tensor(object)) {
-    see_leaf(tensor);
+    see_leaf(runtime, tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
                 torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
   }
   const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
-    see_leaf(tensor);
+    see_leaf(runtime, tensor);
     const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
     return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
@@ -244,7 +245,6 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
     return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason,
                 std::move(handle));
   };
-  core::Runtime* runtime = Registry::get().find(device_);
   if (runtime == nullptr) {
     return pass_plain(Reason::foreign_storage);
   }
@@ -253,15 +253,18 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   }
   const auto first = reinterpret_cast<Address>(seen.data);
   const Address last = first + handle.geometry.extent();
-  if (wants_recipes() && knows_leaf_) {
+  const bool seeks = wants_recipes(runtime) && knows_leaf_;
+  if (seeks) {
     const nb::object inside = call != nullptr ? nb::find(*call) : nb::object();
     handle.recipe = Recipe::of(tensor, inside, sharded_, leaf_);
   }
   core::Inside inside = call != nullptr ? call->inside() : core::Inside{};
   inside.op = seen.op;
-  const core::Saved saved =
-      runtime->uses_torch() ? save_held(*runtime, tensor, handle, first, last, inside)
-                            : runtime->save(first, first, last, true, handle.recipe.made(), inside);
+  core::Made made = handle.recipe.made();
+  made.sought = seeks || !recompute_;
+  const core::Saved saved = runtime->uses_torch()
+                                ? save_held(*runtime, tensor, handle, first, last, made, inside)
+                                : runtime->save(first, first, last, true, made, inside);
   handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
@@ -284,7 +287,8 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
 // The same where torch's own allocator cuts the blocks: the record is over a reference to the
 // storage, which is given up at once where there is one already, or the storage is not for us.
 core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                             Address first, Address last, core::Inside inside) const {
+                             Address first, Address last, core::Made made,
+                             core::Inside inside) const {
   const core::TorchSide& side = *Registry::get().torch_side();
   if (handle.geometry.device.type != dlpack::kCuda || handle.geometry.device.id != device_) {
     return {core::Refusal::foreign_storage, {}};
@@ -301,7 +305,7 @@ core::Saved Hooks::save_held(core::Runtime& runtime, nb::handle tensor, Handle& 
     note_usage(device_, last - first);
   }
   const core::Saved saved = runtime.save_held(held, current_stream(handle.geometry.device), first,
-                                              first, last, true, handle.recipe.made(), inside);
+                                              first, last, true, made, inside);
   if (saved.took_reference) {
     reference.release();
   }

@@ -91,11 +91,12 @@ class Hooks {
 
  private:
   Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
-  bool wants_recipes();
-  void see_leaf(nb::handle tensor);
+  bool wants_recipes(const core::Runtime* runtime);
+  void see_leaf(const core::Runtime* runtime, nb::handle tensor);
   Handle pass(nb::object passed, Reason reason, Handle handle = {});
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
-                        core::Address first, core::Address last, core::Inside inside) const;
+                        core::Address first, core::Address last, core::Made made,
+                        core::Inside inside) const;
   core::Unpacked find(const Handle& handle, driver::Stream consumer);
   nb::object make_again(const Handle& handle, driver::Stream consumer);
   static nb::object sum_of(const Handle& handle, core::Address first);

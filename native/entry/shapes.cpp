@@ -13,6 +13,7 @@
 #include "core/step_shape.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_api.hpp"
+#include "entry/without_gil.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -41,15 +42,8 @@ std::uint32_t place_of(std::int64_t given, std::size_t end, const char* what) {
 
 nb::dict step_shape(int device) {
   nb::dict found;
-  core::Runtime* runtime = Registry::get().find(device);
-  if (runtime == nullptr) {
-    return found;
-  }
-  core::StepShape shape;
-  {
-    const nb::gil_scoped_release unlocked;
-    shape = runtime->step_shape();
-  }
+  const core::StepShape shape =
+      without_gil(device, [](core::Runtime& runtime) { return runtime.step_shape(); });
   if (shape.id == 0) {
     return found;
   }
@@ -142,7 +136,8 @@ nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Byte
 // (notes: what, ns, bytes, record, occupied, mapped, evicted; copies: lane, bytes, queued, begin
 // and end in ns; how many are missing)
 nb::tuple stop_timeline(int device) {
-  core::Timeline::Taken taken = opened(device).stop_timeline();
+  const core::Timeline::Taken taken =
+      without_gil(device, [](core::Runtime& runtime) { return runtime.stop_timeline(); });
   nb::list notes;
   for (const core::Timeline::Note& one : taken.notes) {
     notes.append(nb::make_tuple(static_cast<int>(one.what), one.ns, one.bytes, one.record,
@@ -160,8 +155,8 @@ nb::tuple stop_timeline(int device) {
 nb::tuple contents(int device) {
   nb::list records;
   nb::list arenas;
-  core::Runtime* runtime = Registry::get().find(device);
-  const core::Contents found = runtime != nullptr ? runtime->contents() : core::Contents{};
+  const core::Contents found =
+      without_gil(device, [](core::Runtime& runtime) { return runtime.contents(); });
   for (const core::SeenRecord& one : found.records) {
     records.append(nb::make_tuple(one.order, one.bytes, one.state, one.address, one.block_bytes,
                                   one.retained, one.op != nullptr ? op_name(one.op) : std::string(),
@@ -183,12 +178,16 @@ void bind_shapes(nb::module_& module) {
   module.def(
       "step_kind",
       [](int device) {
-        core::Runtime* runtime = Registry::get().find(device);
-        return runtime != nullptr ? runtime->step_kind() : 0;
+        return without_gil(device, [](core::Runtime& runtime) { return runtime.step_kind(); });
       },
       "device"_a);
   module.def(
-      "start_timeline", [](int device) { return opened(device).start_timeline(); }, "device"_a);
+      "start_timeline",
+      [](int device) {
+        opened(device);
+        return without_gil(device, [](core::Runtime& runtime) { return runtime.start_timeline(); });
+      },
+      "device"_a);
   module.def("stop_timeline", &stop_timeline, "device"_a);
   module.def("contents", &contents, "device"_a);
   module.def("step_shape", &step_shape, "device"_a);

@@ -15,6 +15,7 @@
 #include "entry/torch_api.hpp"
 #include "entry/torch_error.hpp"
 #include "entry/torch_side.hpp"
+#include "entry/without_gil.hpp"
 
 namespace stagehand::entry {
 
@@ -347,10 +348,8 @@ std::vector<std::uint32_t> WeightGroup::references() const {
 namespace {
 
 nb::dict weights(int device) {
-  core::Runtime::WeightCounts found;
-  if (core::Runtime* engine = Registry::get().find(device); engine != nullptr) {
-    found = engine->weight_counts();
-  }
+  const auto found =
+      without_gil(device, [](core::Runtime& runtime) { return runtime.weight_counts(); });
   nb::dict counts;
   counts["bytes"] = found.bytes;
   counts["home"] = found.home;
@@ -381,9 +380,7 @@ void bind_weights(nb::module_& module) {
   module.def(
       "drop_weights",
       [](int device) {
-        if (core::Runtime* engine = Registry::get().find(device); engine != nullptr) {
-          engine->drop_weights();
-        }
+        without_gil(device, [](core::Runtime& runtime) { runtime.drop_weights(); });
       },
       nb::arg("device"));
   module.def("end_weights_here", &WeightGroup::end_here);

@@ -21,6 +21,8 @@ class Link:
 
     d2h: float
     h2d: float
+    said: str = dataclasses.field(default="as was given", compare=False)
+    """By whom, for people."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +88,14 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
             + ".",
             "Train at least 8 steps of one kind with pool(telemetry=...), and end them.",
         )
-    measured = Link(run.shape.d2h_rate, run.shape.h2d_rate)
+    measured = Link(run.shape.d2h_rate, run.shape.h2d_rate, "as this run measured")
     if link is None and measured.d2h > 0:
         link = measured
     if link is None:
         raise TelemetryError(
             f"{run.file} says nothing of the link: the run moved nothing.",
-            "Say what it carries: --link 25GB/s (PCIe 3: 12, PCIe 4: 25, PCIe 5: 55).",
+            "Say what it carries: --link 25GB/s (PCIe 3: 12, PCIe 4: 25, PCIe 5: 55), or a file "
+            "of `python -m stagehand_alloc doctor --json`.",
         )
     whole = _ask(known, 1 << 62, link)
     needs, least = int(whole["fullest"]), int(whole["least"])
@@ -145,7 +148,6 @@ def text(advice: Advice) -> str:
     rows = [head, *map(_row, advice.budgets)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    said = "as this run measured" if advice.measured_link else "as was given"
     best = max(
         (one for one in advice.budgets if one.fits and one.slower <= 1.05),
         key=lambda one: -one.high,
@@ -157,7 +159,7 @@ def text(advice: Advice) -> str:
     )
     carries = (
         f"The link: {advice.link.d2h / 1e9:.3g} GB/s to the host and "
-        f"{advice.link.h2d / 1e9:.3g} GB/s back, {said}."
+        f"{advice.link.h2d / 1e9:.3g} GB/s back, {advice.link.said}."
     )
     told = [needs, carries, "", *table]
     if best is not None:

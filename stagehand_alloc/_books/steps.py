@@ -4,8 +4,8 @@ A step begins where a pool is entered, and ends where the next one begins; or be
 was left, nothing that was saved in it is alive, and somebody asks: `Pool.step_stats`, the end of
 the `with`, the end of the process. What is between two steps of a pool counts for the later one.
 
-Threads: a device has one open step. Whoever takes it out of the table ends it, and calls the
-listeners on its own thread, with no lock held.
+Threads: a device has one open step. Whoever takes it out of the table ends it, under a lock, so
+that what it counted is its own; and calls the listeners on its own thread, with no lock held.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -201,18 +201,21 @@ class Steps:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._open: deque[OpenStep] = deque(maxlen=1)  # popped by one thread: no lock is needed
-        self._last: tuple[Callable[[], Owner | None], int] | None = None  # its pool, and when
+        # Held for moments, and by a signal handler that asks while its thread has it.
+        self._lock = threading.RLock()
+        self._open: OpenStep | None = None  # guarded by the lock
+        self._last: tuple[Callable[[], Owner | None], int] | None = None  # its pool, and when; same
         _all.append(self)
 
     def begin(self, step: OpenStep) -> None:
         """It begins; `end` was called before. Its counts go on from those of its pool's last."""
-        pool, ended_ns = self._last or (None, 0)
-        if pool is None or pool() is not step.owner():
-            _stats.end_step(self._device)  # what came before the pool is not its own
-            ended_ns = time.time_ns()
-        step.began_ns = ended_ns
-        self._open.append(step)
+        with self._lock:
+            pool, ended_ns = self._last or (None, 0)
+            if pool is None or pool() is not step.owner():
+                _stats.end_step(self._device)  # what came before the pool is not its own
+                ended_ns = time.time_ns()
+            step.began_ns = ended_ns
+            self._open = step
 
     def left(self, owner: Owner, by_error: bool) -> None:
         """``owner``'s pool is left: nothing more of its step is passed through."""
@@ -229,15 +232,30 @@ class Steps:
 
     def end(self) -> None:
         """End the open step, if there is one, and tell its listeners and its pool."""
-        try:
-            step = self._open.pop()
-        except IndexError:
-            return
-        if step.pid != os.getpid():
-            return
-        now = time.time_ns()
-        native = _stats.end_step(self._device)
-        self._last = (step.owner, now)
+        self._end(self._open)
+
+    def end_if_over(self, owner: Owner) -> None:
+        """The same where it is ``owner``'s, it was left, and nothing that was saved is alive."""
+        step = self._of(owner)
+        if step is not None and step.left_ns and not _stats.records(self._device):
+            self._end(step)
+
+    def forget(self) -> None:
+        """In a forked child: the steps are its parent's."""
+        self._lock = threading.RLock()
+        self._open = self._last = None
+
+    def _end(self, step: OpenStep | None) -> None:
+        """``step`` ends, where it is open still: another may have ended it, and begun its own."""
+        with self._lock:
+            if step is None or self._open is not step:
+                return
+            self._open = None
+            if step.pid != os.getpid():
+                return
+            now = time.time_ns()
+            native = _stats.end_step(self._device)
+            self._last = (step.owner, now)
         found = StepStats(
             *(step.number, self._device, rank(), step.mode, native, step.passed, step.gradients),
             *(step.began_ns, step.left_ns, now),
@@ -247,19 +265,8 @@ class Steps:
         if (owner := step.owner()) is not None:
             owner._told(found)
 
-    def end_if_over(self, owner: Owner) -> None:
-        """The same where it is ``owner``'s, it was left, and nothing that was saved is alive."""
-        step = self._of(owner)
-        if step is not None and step.left_ns and not _stats.records(self._device):
-            self.end()
-
-    def forget(self) -> None:
-        """In a forked child: the steps are its parent's."""
-        self._open.clear()
-        self._last = None
-
     def _of(self, owner: Owner) -> OpenStep | None:
-        step = self._open[-1] if self._open else None
+        step = self._open
         return step if step is not None and step.owner() is owner else None
 
 

@@ -2,7 +2,7 @@
 
 `_books.steps` says what a step is and what a line holds. The step's own thread puts it into a list;
 a thread of ours writes the list half a second later, and whatever is left is written at exit. Lines
-are appended whole, by one call, so that several processes may write to one file.
+are appended whole, and under a lock of the file's, so that several processes may write to one file.
 
 Steps whose number is a power of two, and the last one, say what is known of their kind
 (`_books.shape`).
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import threading
@@ -25,7 +26,7 @@ from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books.proposal import Proposal
 from stagehand_alloc._books.steps import StepStats
-from stagehand_alloc._errors import TelemetryError
+from stagehand_alloc._errors import TelemetryError, in_one_line
 from stagehand_alloc._tell import warn
 
 _PAUSE = 0.5  # seconds that a line waits for others at most
@@ -33,17 +34,23 @@ _MOST_WAITING = 1024  # lines; then the step's own thread writes
 
 
 class Writer:
-    """Appends the lines of steps to one file. A failed write warns once and ends it."""
+    """Appends the lines of steps to one file. A failed write warns once and ends it.
+
+    The file is open while lines are written only: there is no number to keep that could become
+    another file's.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._numbers: Counter[int] = Counter()  # device -> lines so far
         self._waiting: deque[tuple[int, StepStats]] = deque()
-        self._lock = threading.Lock()  # held while lines are written, so that they stay in order
+        # Held while lines are written, so that they stay in order; a signal handler may write too.
+        self._lock = threading.RLock()
         self._failure: str | None = None
         self._told = False
+        self._closed = False
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _append(path, b"")
         except OSError as error:
             raise TelemetryError(
                 f"The telemetry file {path} cannot be written: {error.strerror}.",
@@ -55,33 +62,40 @@ class Writer:
         self._warn_of_failure()
         self._numbers[step.device] += 1
         self._waiting.append((self._numbers[step.device], step))
-        if len(self._waiting) >= _MOST_WAITING or not _wake_writer():
+        if self._closed or len(self._waiting) >= _MOST_WAITING or not _wake_writer():
             self.write()
 
     def write(self, last: bool = False) -> None:
-        """Write what waits; ``last``: nothing comes after it."""
+        """Write what waits; ``last``: nothing comes after it. Raises nothing."""
         with self._lock:
-            lines = b""
-            proposals: dict[int, Proposal] = {}
-            while self._waiting:
-                number, step = self._waiting.popleft()
-                if step.device not in proposals:
-                    proposals[step.device] = _stats.proposal_of(step.device)
-                ends = last and number == self._numbers[step.device]
-                shape = ends or number & (number - 1) == 0
-                lines += _line(number, step, proposals[step.device], shape)
             try:
-                while lines and self._failure is None:
-                    lines = lines[os.write(self._file, lines) :]
+                if lines := self._lines(last):
+                    _append(self._path, lines)
             except OSError as error:
-                self._failure = error.strerror
+                self._failure = error.strerror or in_one_line(error)
+            except Exception as error:  # the thread writes for other files too
+                self._failure = in_one_line(error)
+                self._waiting.clear()
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Write what waits. A step that another thread ends later is written at once."""
+        self._closed = True
         self.write(last=True)
-        with contextlib.suppress(OSError):
-            os.close(self._file)
         self._warn_of_failure()
+
+    def _lines(self, last: bool) -> bytes:
+        lines = b""
+        proposals: dict[int, Proposal] = {}
+        while self._waiting:
+            number, step = self._waiting.popleft()
+            if self._failure is not None:
+                continue
+            if step.device not in proposals:
+                proposals[step.device] = _stats.proposal_of(step.device)
+            ends = last and number == self._numbers[step.device]
+            shape = ends or number & (number - 1) == 0
+            lines += _line(number, step, proposals[step.device], shape)
+        return lines
 
     def _warn_of_failure(self) -> None:
         if self._failure is not None and not self._told:
@@ -90,6 +104,23 @@ class Writer:
                 f"Telemetry stopped: {self._path} cannot be written ({self._failure}). "
                 "Training goes on."
             )
+
+
+def _append(path: Path, lines: bytes) -> None:
+    """Append to the file, which is made where it is not there. Raises OSError.
+
+    A system may write a part of it and stop in a line: the lock keeps other processes' lines out.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        while lines:
+            lines = lines[os.write(file, lines) :]
+    finally:
+        with contextlib.suppress(OSError):  # else it stays with a child forked meanwhile
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
 
 
 def _line(number: int, step: StepStats, proposal: Proposal, shape: bool) -> bytes:
@@ -131,7 +162,7 @@ def flush() -> None:
 
 
 def close() -> None:
-    """End the steps that are open, write their lines, and close every file."""
+    """End the steps that are open, and write the lines of every file."""
     try:
         _steps.end_all()
     finally:

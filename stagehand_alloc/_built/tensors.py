@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
-from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._errors import CompilerError, in_one_line
 from stagehand_alloc._extension import native
 
 LIBRARY = _recipe.Library(
@@ -65,4 +65,4 @@ def _load() -> str:
     except CompilerError as error:
         return error.what
     except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
-        return " ".join(str(error).splitlines()) or type(error).__name__
+        return in_one_line(error)

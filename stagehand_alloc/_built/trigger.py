@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
-from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._errors import CompilerError, in_one_line
 from stagehand_alloc._settings.config import Config
 from stagehand_alloc._tell import warn
 
@@ -122,7 +122,7 @@ def _self_test(loaded: Any, use: UseTorchSide) -> str:
             return "the trigger library has no table."
         return str(use(address))
     except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
-        return " ".join(str(error).splitlines()) or type(error).__name__
+        return in_one_line(error)
 
 
 def _forbidden(config: Config | None) -> str:

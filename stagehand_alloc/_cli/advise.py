@@ -5,38 +5,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from stagehand_alloc._books import advice as _advice
 from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books.advice import Link
-from stagehand_alloc._errors import SizeError, StagehandError
+from stagehand_alloc._books.runs import Run
+from stagehand_alloc._cli import link as _rates
+from stagehand_alloc._errors import DriverError, SizeError, TelemetryError
 from stagehand_alloc._settings.sizes import parse_size
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print what each budget would cost; 2 where the files say too little."""
+def main(arguments: Sequence[str]) -> None:
+    """Print what each budget would cost. Raises StagehandError where the files say too little."""
     options = _parse(arguments)
-    try:
-        telemetry = _runs.read(options.files)
-        highs = [parse_size(text.strip(), None, "--high") for text in _listed(options.high)]
-        link = None if options.link is None else _link(options.link)
-        told = [
-            (name, run, _advice.advise(run, highs, link))
-            for name, run in _runs.by_name(telemetry.runs)
-        ]
-        if options.json:
-            print(json.dumps([_json(run, advice) for _, run, advice in told], indent=1))
-        else:
-            parts = [f"{name}\n{_advice.text(one)}".lstrip() for name, _, one in told]
-            print("\n\n".join([*parts, *map(str, telemetry.skipped)]))
-    except StagehandError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head`
-        return 0
-    return 0
+    telemetry = _runs.read(options.files)
+    highs = [parse_size(text.strip(), None, "--high") for text in _listed(options.high)]
+    told = [
+        (name, run, _advice.advise(run, highs, _link_of(run, options.link)))
+        for name, run in _runs.by_name(telemetry.runs)
+    ]
+    if options.json:
+        print(json.dumps([_json(run, advice) for _, run, advice in told], indent=1))
+    else:
+        parts = [f"{name}\n{_advice.text(one)}".lstrip() for name, _, one in told]
+        print("\n\n".join([*parts, *map(str, telemetry.skipped)]))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -49,7 +44,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--link",
         metavar="RATE",
-        help="what the link carries: 25GB/s, or 25GB/s,24GB/s for both ways; default: as measured",
+        help="what the link carries: 25GB/s, 25GB/s,24GB/s for both ways, or a file of `doctor "
+        "--json`; default: as the run measured, else as this machine's GPU does",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; bytes and milliseconds")
     return parser.parse_args(arguments)
@@ -57,6 +53,43 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _listed(text: str | None) -> list[str]:
     return [] if text is None else [one for one in text.split(",") if one.strip()]
+
+
+def _link_of(run: Run, given: str | None) -> Link | None:
+    """Of its device: as given, or as measured now where the run measured none; None as it did."""
+    if given is None:
+        silent = run.shape is not None and run.shape.d2h_rate <= 0
+        return _measured(run.device) if silent else None
+    if Path(given).is_file():
+        return _link_in(Path(given), run.device)
+    return _link(given)
+
+
+def _measured(device: int) -> Link | None:
+    """By the GPU of that number; None where there is none."""
+    try:
+        found = _rates.measure(simulated=False)
+    except DriverError:
+        return None  # the error that follows says what to give
+    here = next((one for one in found if one.device == device), found[0])
+    return Link(here.to_host, here.to_device, "as measured on this machine now")
+
+
+def _link_in(path: Path, device: int) -> Link:
+    """What `doctor --json` measured, of that device or the only one. Raises TelemetryError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rates = {one["device"]: (one["to_host"], one["to_device"]) for one in found["links"]}
+        here = rates[device] if device in rates or len(rates) > 1 else next(iter(rates.values()))
+        out, back = (float(one) for one in here)
+        if found["simulated"] or not (0 < out < math.inf and 0 < back < math.inf):
+            raise ValueError
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, StopIteration) as error:
+        raise TelemetryError(
+            f"--link={path} says nothing of a real link of device {device}.",
+            "Write it where the run trains: python -m stagehand_alloc doctor --json > link.json",
+        ) from error
+    return Link(out, back, f"as {path} says")
 
 
 def _link(text: str) -> Link:
@@ -70,7 +103,7 @@ def _link(text: str) -> Link:
     return Link(rates[0], rates[-1])
 
 
-def _json(run: _runs.Run, advice: _advice.Advice) -> dict[str, object]:
+def _json(run: Run, advice: _advice.Advice) -> dict[str, object]:
     found = dataclasses.asdict(advice)
     for one, budget in zip(found["budgets"], advice.budgets, strict=True):
         one["settings"] = budget.settings()

@@ -24,7 +24,7 @@ from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import tensors as _tensors
 from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._cli import link as _link
-from stagehand_alloc._errors import NoCudaBuildError, StagehandError
+from stagehand_alloc._errors import NoCudaBuildError, StagehandError, in_one_line
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.host_memory import (
     available_host_bytes,
@@ -147,7 +147,7 @@ def _attempt(probe: Callable[[], str]) -> _Answer:
     except ImportError as error:
         return _Answer(False, str(error), "Install it: pip install stagehand_alloc")
     except Exception as error:  # whatever is broken here is a finding
-        return _Answer(False, " ".join(str(error).splitlines()) or type(error).__name__, _REPORT)
+        return _Answer(False, in_one_line(error), _REPORT)
 
 
 def _python() -> str:

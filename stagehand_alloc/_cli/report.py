@@ -17,19 +17,12 @@ from stagehand_alloc._books.table import table
 from stagehand_alloc._errors import StagehandError, TelemetryError
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the table and write the page; 2 where the files or the page cannot be had."""
+def main(arguments: Sequence[str]) -> None:
+    """Print the table and write the page. Raises StagehandError where that cannot be."""
     options = _parse(arguments)
-    try:
-        telemetry = _runs.read(options.files)
-        print(json.dumps(as_json(telemetry), indent=1) if options.json else text(telemetry))
-        _page(telemetry, options)
-    except StagehandError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head`
-        return 0
-    return 0
+    telemetry = _runs.read(options.files)
+    print(json.dumps(as_json(telemetry), indent=1) if options.json else text(telemetry))
+    _page(telemetry, options)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
@@ -23,15 +23,27 @@ class _Running:
 
     module: nn.Module
     thread: int
-    frame: FrameType  # of torch's call of it
+    frame: int  # of torch's call of it, by its address: the frame itself would keep all it names
+    code: CodeType
     inside: int = 0  # calls of the same module from inside of it
 
-    def over(self) -> bool:
-        """Whether it was interrupted: no hook is told of a KeyboardInterrupt."""
-        try:
-            self.frame.clear()
-        except RuntimeError:  # it is still running
-            return False
+    @classmethod
+    def of(cls, module: nn.Module, frame: FrameType) -> _Running:
+        """The call of ``module`` in ``frame``, on this thread."""
+        return cls(module, threading.get_ident(), id(frame), frame.f_code)
+
+    def over(self, frame: FrameType | None) -> bool:
+        """Whether it was interrupted: no hook is told of a KeyboardInterrupt.
+
+        ``frame`` is where this thread is. The newest call may have the address of one that is over,
+        so it is not asked; one further out that has it, and calls the module, would have been asked
+        when it began.
+        """
+        frame = None if frame is None else frame.f_back
+        while frame is not None:
+            if id(frame) == self.frame and frame.f_code is self.code:
+                return frame.f_locals.get("self", self.module) is not self.module
+            frame = frame.f_back
         return True
 
 
@@ -53,16 +65,16 @@ class _Around:
             handle.remove()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        running, thread = self._running, threading.get_ident()
-        if running is not None and running.thread == thread:
-            if running.over():
+        running, frame = self._running, sys._getframe(1)
+        if running is not None and running.thread == threading.get_ident():
+            if running.over(frame):
                 self._end()
             elif running.module is module:
                 running.inside += 1
         if self._running is not None or not self._wants():
             return
         # First: an interrupt from here on is mended by the next forward.
-        self._running = _Running(module, thread, sys._getframe(1))
+        self._running = _Running.of(module, frame)
         try:
             self._pool.__enter__()
         except BaseException:

@@ -1,11 +1,14 @@
 """What the pools of one device share, and what those of the process do.
 
 Locks, each held for moments, in this order: `Process.lock`, `Device.lock`, then the engine's.
-docs/concurrency.md says who may wait under which.
+docs/concurrency.md says who may wait under which. A thread may take one it has: a signal handler
+that asks for `limits` runs on whichever line the main thread is. A forked child has new ones: the
+threads that may have held them are its parent's.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,7 +33,7 @@ class Device:
         self.steps = Steps(index)
         self.proofs = Proofs(index)
         self.trouble = Trouble()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         # Guarded by the lock, with `Pool._entry` and `Pool._limits` of the pools of this device:
         self.entry: Entry | None = None
         self._latest: weakref.ref[Pool] | None = None
@@ -80,9 +83,15 @@ class Process:
     """All devices, and the host memory that they share."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._devices: dict[int, Device] = {}  # guarded by the lock
         self._host_memory: Any = None  # what it was last configured with; same lock
+
+    def begin_child(self) -> None:
+        """In a forked child."""
+        self.lock = threading.RLock()
+        for device in self._devices.values():
+            device.lock = threading.RLock()
 
     def device(self, index: int) -> Device:
         """The one of that number."""
@@ -113,3 +122,4 @@ class Process:
 
 
 process = Process()
+os.register_at_fork(after_in_child=process.begin_child)

@@ -132,7 +132,7 @@ class Pool:
             self._arm(entry, budget, mode)
             entry.entered = True
         except BaseException:
-            self._release(entry)
+            self._release(entry, by_error=True)
             raise
         return self
 
@@ -157,7 +157,7 @@ class Pool:
                 "entered it.",
                 "Use one `with` per step, on the thread that runs forward.",
             )
-        self._release(entry, inner=kind is not None)
+        self._release(entry, by_error=kind is not None)
         if kind is None:
             entry.device.steps.end_if_over(self)
 
@@ -270,10 +270,12 @@ class Pool:
                 least), so that others' copies get in between; None, the default, is 16 MiB. The
                 smaller, the sooner others get through and the slower the lane.
 
-        Returns the limits now in force. Raises ConfigError, SizeError, or DriverError; then nothing
-        has changed.
+        Returns the limits now in force. Raises ConfigError, SizeError, ForkedError, or DriverError;
+        then nothing has changed.
         """
         device = self._device
+        if device is not None:
+            _driver.check_process()
         with contextlib.nullcontext() if device is None else device.lock:
             wanted = self._limits.changed(
                 max_inflight_d2h,
@@ -283,7 +285,6 @@ class Pool:
                 piece,
             )
             if device is not None and device.is_latest(self):
-                _driver.check_process()
                 _set_lane_limits(device.index, wanted)
             self._limits = wanted
             return wanted
@@ -395,15 +396,15 @@ class Pool:
         )
         device.steps.begin(step)
 
-    def _release(self, entry: Entry, inner: bool = False) -> None:
+    def _release(self, entry: Entry, by_error: bool = False) -> None:
         """Undo whatever was done of ``entry``; the thread-local part on its own thread only.
 
-        It is forgotten last: interrupted, the next entry begins again. ``inner``: an error ended
+        It is forgotten last: interrupted, the next entry begins again. ``by_error``: one ended
         the `with`, and what checkpoints inside it left on the stack is nobody's any more.
         """
         entry.left = True
         if entry.hooked and entry.thread == threading.get_ident():
-            remove_hooks(inner)
+            remove_hooks(inner=by_error)
             native.Hooks.end_step()
             if self._marks is not None:
                 self._marks.leave()
@@ -411,7 +412,7 @@ class Pool:
             entry.hooked = False
         if self._entry is entry:  # else it was undone, and others may have come since
             self._watch.leave()
-            entry.device.steps.left(self, by_error=inner)
+            entry.device.steps.left(self, by_error)
         if entry.allocating is not None:
             entry.allocating.close()
         if entry.device.entry is entry:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import tensors as _tensors
-from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._errors import CompilerError, in_one_line
 from stagehand_alloc._extension import native
 from stagehand_alloc._tell import warn
 
@@ -160,4 +160,4 @@ def _load() -> str:
     except CompilerError as error:
         return error.what
     except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
-        return " ".join(str(error).splitlines()) or type(error).__name__
+        return in_one_line(error)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from stagehand_alloc._errors import in_one_line
 from stagehand_alloc._extension import native
 from stagehand_alloc._step.entry import in_this_thread
 from stagehand_alloc._tell import warn
@@ -393,7 +394,7 @@ def _works() -> bool:
                 try:
                     _fault = _try_out()
                 except Exception as error:  # of a torch nobody has seen yet
-                    _fault = " ".join(str(error).splitlines()) or type(error).__name__
+                    _fault = in_one_line(error)
     if _fault:
         _warn(
             "torch's checkpoint works in another way than stagehand_alloc.when_needed knows, and "

@@ -110,6 +110,67 @@ TEST("a step that takes another known shape than expected follows that one from 
   CHECK(!plan.leaves(places[1]));
 }
 
+TEST("times of a step that turned out to be of other sizes say nothing of the one it followed") {
+  Plan plan;
+  const auto step = [&](Bytes last, bool measured) {
+    plan.begin_step(kUnlimited, 0);
+    std::uint32_t trace = 0;
+    std::size_t moments = 0;
+    std::vector<Plan::Place> places{plan.saved(1_MiB)};
+    const bool wanted = plan.wants_times(&trace, &moments);
+    CHECK_EQ(wanted, measured);
+    for (const Bytes bytes : {2_MiB, last}) {
+      places.push_back(plan.saved(bytes));
+    }
+    for (; !places.empty(); places.pop_back()) {
+      plan.unpacked(places.back());
+      plan.closed(places.back());
+    }
+    plan.begin_step(kUnlimited, 0);
+    if (wanted) {
+      StepTimes times;
+      for (std::size_t m = 1; m <= moments; ++m) {
+        times.points.push_back({m, m * 1000});
+      }
+      times.all_ns = moments * 1000;
+      plan.timed(trace, times);
+    }
+  };
+  step(3_MiB, false);
+  step(3_MiB + 512, true);
+  CHECK_EQ(plan.newest()->timed, 0);
+  for (int i = 0; i < 2; ++i) {
+    step(3_MiB, true);  // the other one was expected to come next
+    CHECK_EQ(plan.newest()->timed, 0);
+  }
+  step(3_MiB, true);
+  CHECK_EQ(plan.newest()->timed, 1);
+}
+
+TEST("a step in which nobody looked for recipes does not forget those that are known") {
+  Plan plan;
+  const Made made{.first = 0, .bytes = 2_MiB, .kind = 3, .rests_on = 7};
+  const auto step = [&](const Made& how) {
+    plan.begin_step(kUnlimited, 0);
+    std::vector<Plan::Place> places{plan.saved(1_MiB), plan.saved(2_MiB, {}, how)};
+    const bool proven = plan.proven(places[1]);
+    for (; !places.empty(); places.pop_back()) {
+      plan.unpacked(places.back());
+      plan.closed(places.back());
+    }
+    return proven;
+  };
+  step(made);
+  step(made);
+  plan.begin_step(kUnlimited, 0);  // what was proven is of a trace
+  plan.proved({plan.newest()->id, 1, 7}, true);
+  CHECK(step(made));
+  CHECK(!step(Made{.sought = false}));
+  CHECK(step(made));
+  CHECK(!step(Made{}));  // looked for, and gone
+  CHECK(!step(made));
+}
+
 TEST("micro-batches in flight learn and follow by how many are in flight") {
   Plan plan;
   const std::vector<Bytes> sizes{4_MiB, 8_MiB};

@@ -244,6 +244,46 @@ TEST("a save that the host has no memory for leaves the storage with whoever sav
   CHECK(failures < kMost);
 }
 
+TEST("what a timeline notes takes no memory of the host: whoever notes is in the middle of it") {
+  CoreRig rig(counted_machine());
+  rig.budget(64_MiB, 64_MiB);
+  CHECK(rig.runtime->start_timeline());
+  t_fail_at = 1;
+  rig.runtime->clear_budget();
+  CHECK_EQ(t_fail_at, 1);
+  t_fail_at = 0;
+  CHECK_EQ(rig.runtime->stop_timeline().notes.size(), 1);
+}
+
+TEST("a timeline that the host has no memory for does not begin") {
+  CoreRig rig(counted_machine());
+  for (int at = 1; at <= 3; ++at) {
+    t_fail_at = at;
+    CHECK(!rig.runtime->start_timeline());
+    CHECK_EQ(t_fail_at, 0);
+  }
+  CHECK(rig.runtime->start_timeline());
+}
+
+TEST("a moment that the host has no memory for is in neither of a trace's curves") {
+  for (int at = 1; at <= 2; ++at) {
+    Trace trace;
+    bool failed = false;
+    t_fail_at = at;
+    try {
+      trace.begin_moment();
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    t_fail_at = 0;
+    CHECK(failed);
+    CHECK_EQ(trace.full.size(), 1);
+    CHECK_EQ(trace.held.size(), 1);
+    trace.begin_moment();
+    CHECK_EQ(trace.full.size(), trace.held.size());
+  }
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 

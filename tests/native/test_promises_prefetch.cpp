@@ -1,4 +1,9 @@
 // Promises about what comes back ahead of need in torch's modes: it costs nobody else anything.
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <utility>
+
 #include "native/promise_rig.hpp"
 #include "native/trace.hpp"
 
@@ -136,6 +141,50 @@ TEST("what comes back ahead of need overtakes nothing that is awaited already") 
     ask(i);
     leave(i);
   }
+  rig.verify_empty();
+}
+
+// A copy out under a rate takes weeks, and who wants its record again waits for it.
+TEST("a record whose copy out is held back keeps nothing else from coming back ahead of need") {
+  constexpr Bytes kBytes = 8_MiB;
+  CoreRig rig({.memory = 512_MiB, .classes = {{kBytes}, {8}}, .host_limit = 256_MiB});
+  const driver::Stream s = rig.stream();
+  const driver::Stream other = rig.stream();
+  rig.budget(256_MiB, 256_MiB);
+  std::vector<Held> held = rig.retain_many(3, kBytes, s);
+  rig.evict_all(s);
+  stagehand_sim_drain();
+  CHECK(rig.runtime->set_lane_limits({.rate_d2h = 1}));
+  const Held last = rig.retain(kBytes, s);
+  rig.evict_all(s);
+  const Unpacked awaited = rig.unpack(last, s);  // and what is wanted next comes in turn
+  CHECK_EQ(awaited.status, Status::ok);
+  CHECK(rig.runtime->resident(held.back().record));
+  const Unpacked next = rig.unpack(held.back(), other);
+  std::atomic<bool> done = false;
+  std::atomic<bool> let_go = false;
+  std::thread watch([&] {
+    for (int i = 0; i < 300 && !done; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    if (!done) {
+      let_go = true;
+      rig.runtime->set_lane_limits({});
+    }
+  });
+  CHECK_EQ(rig.driver.stream_synchronize(other), driver::kSuccess);
+  done = true;
+  watch.join();
+  CHECK(!let_go);
+  CHECK(rig.runtime->set_lane_limits({}));
+  rig.order(s, other);
+  for (const auto& [alias, record] : {std::pair{awaited, last}, std::pair{next, held.back()}}) {
+    rig.runtime->drop_alias(alias.block);
+    rig.runtime->drop_handle(record.record);
+  }
+  held.pop_back();
+  rig.back_all(held, s);
+  stagehand_sim_drain();
   rig.verify_empty();
 }
 

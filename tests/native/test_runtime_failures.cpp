@@ -313,6 +313,20 @@ TEST("a device that cannot be opened says which call failed") {
   }
 }
 
+TEST("a device serves a thread with no context from the very first call on") {
+  const CoreRig rig;
+  std::string error;
+  static Runtime* opened = nullptr;  // leaked, rule T3
+  opened = Runtime::open(rig.driver, 0, &error);
+  driver::Context popped = nullptr;
+  CHECK_EQ(rig.driver.ctx_pop_current(&popped), 0);
+  CHECK(opened->start_timeline());  // makes an event, which is of the context that is current
+  driver::Context current = nullptr;
+  CHECK_EQ(rig.driver.ctx_get_current(&current), 0);
+  CHECK(current == nullptr);
+  CHECK_EQ(rig.driver.ctx_push_current(popped), 0);
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.advice import Link
 from stagehand_alloc._books.runs import Run
+from stagehand_alloc._cli import doctor, link
 from stagehand_alloc.testing import SimulatedGpu, simulated_gpu
 
 MIB = 1 << 20
@@ -130,6 +132,57 @@ def test_the_command_prints_a_table_or_json(
     assert main(["advise", str(tmp_path / "absent")]) == 2
 
 
+def rates(device: int, out: float, back: float) -> link.Rates:
+    return link.Rates(device, out, back, None)
+
+
+def test_what_the_doctor_measured_is_the_link_of_the_forecast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [with_shape(line(1, device=1), shape(d2h_rate=0, h2d_rate=0))]
+    path = str(write(tmp_path / "steps.jsonl", steps))
+    file = tmp_path / "link.json"
+
+    def asked(*links: link.Rates, simulated: bool = False) -> int:
+        found = doctor.Findings(links=list(links), simulated=simulated)
+        file.write_text(json.dumps(dataclasses.asdict(found)))
+        return main(["advise", path, "--high", "8GiB", "--json", "--link", str(file)])
+
+    assert asked(rates(0, 1e9, 2e9), rates(1, 50e9, 40e9)) == 0
+    (of_its_device,) = json.loads(capsys.readouterr().out)
+    assert (of_its_device["link"]["d2h"], of_its_device["link"]["h2d"]) == (50e9, 40e9)
+    assert asked(rates(0, 3e9, 2e9)) == 0
+    (of_the_only_one,) = json.loads(capsys.readouterr().out)
+    assert of_the_only_one["budgets"][0]["late_ms"] > of_its_device["budgets"][0]["late_ms"]
+    assert asked(rates(0, 1e9, 2e9), rates(2, 1e9, 2e9)) == 2
+    assert asked() == 2
+    assert asked(rates(1, 0.0, 2e9)) == 2
+    assert asked(rates(1, 1e9, 2e9), simulated=True) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 8
+    assert all("doctor --json" in todo for todo in errors[1::2])
+    file.write_text("no JSON")
+    assert main(["advise", path, "--link", str(file)]) == 2
+
+
+def test_a_run_that_moved_nothing_is_told_with_the_link_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [with_shape(line(1), shape(d2h_rate=0, h2d_rate=0))]
+    path = str(write(tmp_path / "steps.jsonl", steps))
+
+    def none(simulated: bool) -> list[link.Rates]:
+        raise stagehand_alloc.DriverError("There is no GPU.", "Use one.")
+
+    monkeypatch.setattr(link, "measure", none)
+    assert main(["advise", path]) == 2
+    assert "--link 25GB/s" in capsys.readouterr().err
+    monkeypatch.setattr(link, "measure", lambda simulated: [rates(0, 30e9, 20e9)])
+    assert main(["advise", path]) == 0
+    printed = capsys.readouterr().out
+    assert "30 GB/s to the host and 20 GB/s back, as measured on this machine now" in printed
+
+
 # ---- beside real steps ---------------------------------------------------------------------------
 
 
@@ -187,11 +240,11 @@ def advised_on(gpu: SimulatedGpu, path: Path) -> None:
     assert {moved for moved, _ in plain} == {0}
     _telemetry.close()
     (run,) = _runs.read([path]).runs
-    link = Link(25e9, 25e9)  # the simulated GPU's
+    carries = Link(25e9, 25e9)  # the simulated GPU's
     largest = max(row[0] for row in run.shape.known.records)  # type: ignore[union-attr]
-    needs = _advice.advise(run, link=link).needs
+    needs = _advice.advise(run, link=carries).needs
     high = round(0.7 * needs)
-    (told,) = _advice.advise(run, [high], link).budgets
+    (told,) = _advice.advise(run, [high], carries).budgets
     pool = stagehand_alloc.pool(high=high, low=int(0.9 * high), recompute=False)
     moved, ms = steps_of(model, x, pool, gpu, 7)[-1]
     # Holes of 2 MiB beside tensors of 4; tests/native/test_advice.cpp has real sizes, to 5 %.

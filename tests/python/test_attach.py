@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -230,6 +232,30 @@ def test_after_an_interrupt_in_one_model_the_pool_is_around_the_next_one() -> No
         assert pool.stats().activations_saved > saved
     finally:
         around.remove()
+
+
+def test_an_interrupted_forward_keeps_nothing_of_who_called_it() -> None:
+    pool = stagehand_alloc.pool(high="64MiB")
+    model = Stops()
+    attached = pool.attach(model)
+    held: list[weakref.ref[Tensor]] = []
+
+    def train() -> None:
+        batch, of_ours = torch.randn(4, 8), torch.randn(4)
+        held.extend(map(weakref.ref, (batch, of_ours)))
+        model(batch)
+
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train()
+    del caught
+    model.error = None
+    assert attached._running is not None
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    model(torch.randn(4, 8)).sum().backward()  # the pool is around it
+    assert pool._entry is None
+    assert pool._steps == 2
 
 
 def test_a_copy_made_in_the_middle_of_forward_is_around_nothing() -> None:

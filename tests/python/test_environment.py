@@ -54,6 +54,21 @@ def test_a_bad_one_is_named(
         stagehand_alloc.pool()
 
 
+@pytest.mark.parametrize("name", ["HIGH", "LOW", "LIMIT"])
+@pytest.mark.parametrize(
+    "text", ["0", "-5GiB", "1e400", "inf", "1.5", "0x10", "20GiB;", "high=20GiB", "$HIGH", "3"]
+)
+def test_nonsense_for_a_size_names_the_variable_and_says_what_a_size_is(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"STAGEHAND_ALLOC_{name}", text)
+    with pytest.raises(SizeError) as caught:
+        stagehand_alloc.pool()
+    what, todo = str(caught.value).splitlines()
+    assert what.startswith(f"STAGEHAND_ALLOC_{name}=")
+    assert "GiB" in todo
+
+
 def test_a_mode_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGEHAND_ALLOC_MODE", "fast")
     with pytest.raises(ModeError, match="fast"):

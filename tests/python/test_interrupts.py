@@ -41,6 +41,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, key, contextlib.nullcontext())
     for holder in (process, process.device(0)):
         monkeypatch.setattr(holder, "lock", contextlib.nullcontext())
+    monkeypatch.setattr(process.device(0).steps, "_lock", contextlib.nullcontext())
 
 
 class Interrupts:

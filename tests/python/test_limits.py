@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import stagehand_alloc
 from stagehand_alloc import Config, ConfigError, LaneLimits, SizeError, _native
+from stagehand_alloc._step.device import process
 
 DEVICE = 0
 GB = 10**9
@@ -142,3 +145,64 @@ def test_a_step_under_limits_has_the_right_gradient() -> None:
         assert torch.equal(x.grad, a.grad)
     with stagehand_alloc.pool():
         pass
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_signal_handler_asks_for_limits_while_its_thread_has_the_lock() -> None:
+    pool = stagehand_alloc.pool(config={"max_inflight_d2h": 3})
+    with pool:
+        pass
+    asked: list[LaneLimits] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: asked.append(pool.limits()))
+    try:
+        device = process.device(DEVICE)
+        for lock in (process.lock, device.lock):
+            taken = lock.acquire()
+            signal.raise_signal(signal.SIGUSR1)
+            process.device(DEVICE)
+            assert taken
+            lock.release()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert asked == [LaneLimits(3)] * 2
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[..., Any]) -> None:
+    run_fresh("""
+        import os, signal, threading
+        import stagehand_alloc
+        from stagehand_alloc import _driver, testing
+        from stagehand_alloc._step.device import process
+
+        testing.simulated_gpu(memory="64MiB")
+        pool = stagehand_alloc.pool()
+        with pool:
+            pass
+        held, go = threading.Event(), threading.Event()
+
+        def hold():
+            with process.lock, process.device(0).lock, process.device(0).steps._lock, _driver._lock:
+                held.set()
+                go.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits
+            code = 0
+            for use in (pool.limits, pool.__enter__, _driver.device_count):
+                try:
+                    use()
+                    code = 2
+                except stagehand_alloc.ForkedError:
+                    pass
+            process.device(0)
+            _driver.start()
+            pool.step_stats()
+            os._exit(code)
+        go.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+    """)

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from stagehand_alloc.__main__ import main
 
 # A simulated GPU stands for the machine; the training below it is anybody's.
 SCRIPT = """
@@ -87,3 +90,19 @@ def test_what_cannot_be_run_is_refused_in_words(arguments: list[str], told: str)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_where_cuda_was_initialised_before_the_script_began_the_error_says_so(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As a sitecustomize, or a package that is imported with torch, may have done.
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", object, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    assert main(["run", "--mode", "allocator", script]) == 2
+    printed = capsys.readouterr()
+    what, todo = printed.err.splitlines()
+    assert what == "CUDA was initialised before the allocator was installed."
+    assert todo.startswith("Move change_current_allocator before the first CUDA tensor")
+    assert printed.out == ""  # nothing of the script ran

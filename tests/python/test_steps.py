@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import subprocess
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -143,6 +145,114 @@ def test_lanes_are_counted_by_what_they_moved() -> None:
         assert found.express_bytes <= found.h2d_bytes
         assert found.high == high
         assert found.mode == "allocator"
+
+
+class Nobody:
+    """The pool of steps that no pool began."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def _passed_through(self) -> dict[str, int]:
+        return {}
+
+    def _told(self, step: StepStats) -> None:
+        self.told.append(step.step)
+
+
+def open_step(owner: Nobody, number: int) -> _steps.OpenStep:
+    made = _steps.OpenStep(number, "native", True, weakref.ref(owner), (), {})
+    made.left_ns = 1
+    return made
+
+
+def test_who_asks_whether_a_step_is_over_never_ends_the_one_that_began_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, owner = _steps.Steps(0), Nobody()
+    steps.begin(open_step(owner, 1))
+
+    def another_thread_goes_on(_: int) -> int:
+        monkeypatch.setattr(_stats, "records", lambda _: 0)
+        steps.end()
+        steps.begin(open_step(owner, 2))
+        return 0
+
+    monkeypatch.setattr(_stats, "records", another_thread_goes_on)
+    steps.end_if_over(owner)
+    assert owner.told == [1]
+    steps.end_if_over(owner)
+    assert owner.told == [1, 2]
+
+
+def test_a_step_that_many_threads_end_is_told_once() -> None:
+    steps, owner = _steps.Steps(0), Nobody()
+    ready = threading.Barrier(4)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        ready.wait()
+        try:
+            for _ in range(2000):
+                steps.end_if_over(owner)
+        except BaseException as error:  # what a thread raises is the test's
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        for number in range(500):
+            steps.begin(open_step(owner, number))
+            steps.end()
+    finally:
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert sorted(owner.told) == list(range(500))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_listener_may_enter_a_pool_and_the_newest_step_is_the_last_told() -> None:
+    seen: list[int] = []
+
+    def evaluate(one: StepStats) -> None:
+        seen.append(one.step)
+        if one.step == 1:
+            step(pool)
+            assert pool.step_stats()["step"] == 2
+
+    pool = stagehand_alloc.pool(on_step=evaluate)
+    step(pool)
+    assert pool.step_stats()["step"] == 2
+    assert seen == [1, 2]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_entry_that_fails_is_a_step_ended_by_an_error_and_the_next_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(on_step=seen.append)
+    step(pool)
+
+    def fail(_: object) -> None:
+        raise ValueError("in the middle of an entry")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "_enter_hooks", fail)
+        with pytest.raises(ValueError, match="in the middle"), pool:
+            pass
+    step(pool)
+    pool.step_stats()
+    assert [one.step for one in seen] == [1, 2, 3]
+    assert [one.left_ns > 0 for one in seen] == [True, False, True]
+    assert seen[2].counted.activations_saved == 3
+    assert [one.began_ns for one in seen[1:]] == [one.ended_ns for one in seen[:-1]]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -317,3 +427,38 @@ def test_the_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, rank in (("3", 3), ("", 0), ("x", 0)):
         monkeypatch.setenv("RANK", text)
         assert _steps.rank() == rank
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *("stats", "end_step", "records", "reset_peaks", "pinned_demand", "contents"),
+        *("step_kind", "step_shape", "plan", "lane_limits", "start_timeline", "stop_timeline"),
+    ],
+)
+def test_who_asks_what_a_device_counted_lets_other_threads_run_meanwhile(ask: str) -> None:
+    step(stagehand_alloc.pool())
+    turns = 0
+    stop = False
+
+    def another() -> None:
+        nonlocal turns
+        while not stop:
+            turns += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # from here on a thread runs where the other gives way
+    thread = threading.Thread(target=another)
+    thread.start()
+    try:
+        began, deadline = turns, time.monotonic() + 20
+        while turns == began and time.monotonic() < deadline:
+            getattr(_native, ask)(0)
+        assert turns > began
+    finally:
+        stop = True
+        sys.setswitchinterval(interval)
+        thread.join()
+        _native.stop_timeline(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,70 @@ def test_a_full_disk_warns_once_and_training_goes_on() -> None:
     with pytest.warns(stagehand_alloc.StagehandWarning, match="Telemetry stopped"):
         step(pool, 1)
     step(pool, 1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_line_that_cannot_be_made_warns_once_and_other_files_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    pool = stagehand_alloc.pool(telemetry=bad)
+    with monkeypatch.context() as patched:
+        patched.setattr(_telemetry, "_PAUSE", 0.01)
+        patched.setattr(_telemetry, "_line", lambda *_: 1 / 0)
+        step(pool, 1)
+        step(pool, 1)
+        _telemetry.flush()
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="division by zero"):
+        step(pool, 1)
+    other = stagehand_alloc.pool(telemetry=good)
+    for _ in range(2):
+        step(other, 1)
+    other.step_stats()
+    deadline = time.monotonic() + 60
+    while good.read_text().count("\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # the thread alone writes
+    assert good.read_text().count("\n") == 2
+    assert bad.read_text() == ""
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_that_ends_after_its_file_was_closed_is_written_to_that_file(
+    tmp_path: Path,
+) -> None:
+    path, other = tmp_path / "steps.jsonl", tmp_path / "other"
+    writer = _telemetry.writer_of(path)
+    _telemetry.close()
+    with other.open("wb"):  # takes the number that the file had, if it had one
+        writer.listen(StepStats(1, 0))
+    assert [line["step"] for line in lines_of(path)] == [1]
+    assert other.read_text() == ""
+
+
+def test_lines_stay_whole_where_the_system_writes_them_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    write, parts = os.write, 0
+
+    def in_parts(file: int, data: bytes) -> int:
+        nonlocal parts
+        parts += 1
+        if parts == 1:
+            ready.start()  # another one who wants to write now
+            assert not done.wait(0.2)
+        return write(file, data[:7])
+
+    def another() -> None:
+        _telemetry._append(path, b"another\n")
+        done.set()
+
+    done = threading.Event()
+    ready = threading.Thread(target=another)
+    monkeypatch.setattr(os, "write", in_parts)
+    _telemetry._append(path, b"the first line\nthe second\n")
+    ready.join()
+    assert path.read_text() == "the first line\nthe second\nanother\n"
 
 
 def write(path: Path, rows: list[dict[str, Any]], tail: str = "") -> Path:
