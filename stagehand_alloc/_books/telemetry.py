@@ -208,7 +208,7 @@ def _write_on() -> None:
 def _begin_child() -> None:
     """After a fork: files, lines and locks are the parent's."""
     global _lock, _due, _thread
-    _lock, _due, _thread = threading.Lock(), threading.Event(), None
+    _lock, _due, _thread = threading.RLock(), threading.Event(), None
     _writers.clear()
     _steps.forget()
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,7 +267,7 @@ def test_an_entry_that_fails_inside_a_checkpoint_leaves_its_hooks_on_the_stack(
     push = _autograd._push_saved_tensors_default_hooks
     fails = True
 
-    def fail_once(*hooks: object) -> None:
+    def fail_once(*hooks: Any) -> None:
         nonlocal fails
         if fails:
             fails = False
