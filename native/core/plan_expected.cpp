@@ -90,7 +90,7 @@ void Plan::proved(ToProve what, bool same) {
     if (!same) {
       entry.dropped = false;
       trace->timed = 0;
-      trace->trials.refuse(what.index);
+      trace->trials = {};  // what they took rests on what cannot be dropped
     }
     ++version_;
   }

@@ -177,7 +177,11 @@ Status Transfers::keep_order(Lane& lane, Seq awaited) {
   if (&lane == &express_) {
     return clocks_.order_after(express_.clock(), {in_.clock().index(), awaited});
   }
-  return clocks_.order_after(in_.clock(), {express_.clock().index(), newest_express_});
+  // One that waits for its own copy out, as under a rate, leaves the link idle meanwhile: what
+  // comes in turn uses it, and shares it later.
+  return out_.clock().passed(express_waits_for_)
+             ? clocks_.order_after(in_.clock(), {express_.clock().index(), newest_express_})
+             : Status::ok;
 }
 
 Status Transfers::order_copy_in(const Record& record, const Block* block, Lane& lane) {
@@ -207,13 +211,14 @@ Status Transfers::copy_in(std::span<const Arrival> arrivals, Lane& lane) {
   }
   Tick tick;
   Status status = finish(queue(lane, StepClock::Kind::in), lane, &tick);
-  // One that waits for its own copy out, as under a rate, leaves the link idle meanwhile: what
-  // comes in turn uses it, and shares it later.
-  const bool moves = std::all_of(arrivals.begin(), arrivals.end(), [&](const Arrival& one) {
-    return out_.clock().passed(one.record->copy.written.seq);
-  });
-  newest_express_ = &lane == &express_ && moves ? tick.seq : newest_express_;
+  if (&lane == &express_) {
+    newest_express_ = tick.seq;
+    express_waits_for_ = 0;
+  }
   for (const auto& [record, block] : arrivals) {
+    if (&lane == &express_) {
+      express_waits_for_ = std::max(express_waits_for_, record->copy.written.seq);
+    }
     record->arrived = tick;
     block->fence.clear();  // the copy runs behind all of it, and leaves its own tick
     status = fence_copy(status, *record, block, tick);

@@ -97,6 +97,7 @@ class Transfers {
   Lane in_;
   Lane express_;
   Seq newest_express_ = 0;
+  Seq express_waits_for_ = 0;         // on the lane out
   std::vector<Copy> copies_;          // scratch
   std::vector<const Block*> blocks_;  // scratch: the other side of a batch
 };

@@ -99,12 +99,4 @@ bool Trials::sure_of_best() const {
   return fastest() == all_.data() + now_ || returns_ >= kReturns;
 }
 
-void Trials::refuse(std::size_t record) {
-  for (Tried& one : all_) {
-    if (record < one.plan.size() && one.plan[record] == Fate::drop) {
-      one.plan[record] = Fate::leave;
-    }
-  }
-}
-
 }  // namespace stagehand::core

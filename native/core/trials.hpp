@@ -38,8 +38,6 @@ class Trials {
   // Whether the best is the one in use, or was gone back to so often that another step would say
   // nothing.
   bool sure_of_best() const;
-  // The record is not to be dropped after all.
-  void refuse(std::size_t record);
 
  private:
   static constexpr std::size_t kPlans = 5;

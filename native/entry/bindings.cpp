@@ -7,6 +7,7 @@
 
 #include <map>
 
+#include "entry/gil.hpp"
 #include "entry/hooks.hpp"
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
@@ -40,7 +41,7 @@ nb::dict entry_point_dict() {
 
 void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
   core::Runtime& runtime = opened(device);
-  const nb::gil_scoped_release unlocked;  // may wait for the GPU to give memory back
+  const GilReleased unlocked;  // may wait for the GPU to give memory back
   runtime.set_budget({high, low, limit, true});
 }
 
@@ -54,7 +55,7 @@ void clear_budget(int device) {
 bool configure_pinned(const std::vector<core::Bytes>& classes,
                       const std::vector<std::uint32_t>& counts, core::Bytes host_limit, bool ahead,
                       const std::vector<int>& numa_nodes, core::Bytes first_share) {
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return Registry::get().configure_pinned(
       {{classes, counts}, host_limit, ahead, numa_nodes, first_share});
 }
@@ -121,7 +122,7 @@ void reset_peaks(int device) {
 }
 
 void empty_cache() {
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   Registry::get().each([](core::Runtime& runtime) { runtime.trim(0); });
 }
 
@@ -133,7 +134,7 @@ std::string check_invariants(int device) {
 bool set_lane_limits(int device, std::uint32_t inflight_d2h, std::uint32_t inflight_h2d,
                      core::Bytes rate_d2h, core::Bytes rate_h2d, core::Bytes piece) {
   core::Runtime& runtime = opened(device);
-  const nb::gil_scoped_release unlocked;  // pins a page the first time there is a rate
+  const GilReleased unlocked;  // pins a page the first time there is a rate
   return runtime.set_lane_limits({inflight_d2h, inflight_h2d, rate_d2h, rate_h2d, piece});
 }
 
@@ -161,7 +162,7 @@ bool set_torch_pool(int device, std::uint64_t first, std::uint64_t second) {
   core::Runtime& runtime = opened(device);
   const bool enters = first != 0 || second != 0;
   const driver::Stream stream = enters ? current_stream({dlpack::kCuda, device}) : nullptr;
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   // With those in use since, without memory of ours.
   if (enters && !Registry::get().connect_peers(device)) {
     return false;
@@ -172,7 +173,7 @@ bool set_torch_pool(int device, std::uint64_t first, std::uint64_t second) {
 
 bool outgrown(int device, std::uint64_t first, std::uint64_t second, core::Bytes high) {
   core::Runtime& runtime = opened(device);
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return runtime.uses_torch() && runtime.outgrown({first, second}, high);
 }
 
@@ -184,7 +185,7 @@ void set_debug(bool evict_everything, bool poison, bool checksums) {
 
 void set_checksums(int device, bool on) {
   core::Runtime& runtime = opened(device);
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   runtime.set_checksums(on);
 }
 
@@ -210,6 +211,7 @@ PyType_Slot hooks_slots[] = {
 NB_MODULE(_native, module) {
   // Handles live in autograd graphs, which the interpreter may leave behind at exit.
   nb::set_leak_warnings(false);
+  GilReleased::watch_the_end();
 
   module.def("driver_symbols", [] {
     return std::vector<std::string>(std::begin(driver::kSymbols), std::end(driver::kSymbols));

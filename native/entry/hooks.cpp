@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 
+#include "entry/gil.hpp"
 #include "entry/python_side.hpp"
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
@@ -355,7 +356,7 @@ core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
   if (in_python || handle.runtime->resident(handle.record)) {
     return handle.runtime->unpack(handle.record, handle.offset, consumer);
   }
-  const nb::gil_scoped_release unlocked;  // making room may wait
+  const GilReleased unlocked;  // making room may wait
   return handle.runtime->unpack(handle.record, handle.offset, consumer);
 }
 

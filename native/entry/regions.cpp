@@ -8,6 +8,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "entry/gil.hpp"
 #include "entry/registry.hpp"
 
 namespace stagehand::entry {
@@ -72,7 +73,7 @@ class Call::Turn {
           "Please report it, with the model.");
     }
     if (!call_.running_.try_lock()) {
-      const nb::gil_scoped_release unlocked;
+      const GilReleased unlocked;
       call_.running_.lock();
     }
     call_.running_by_ = std::this_thread::get_id();

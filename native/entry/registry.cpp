@@ -7,6 +7,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "entry/gil.hpp"
+
 namespace stagehand::entry {
 
 namespace {
@@ -199,7 +201,7 @@ core::Runtime& opened(int device) {
   std::string error;
   core::Runtime* runtime = nullptr;
   {
-    const nanobind::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     runtime = Registry::get().open(device, &error);
   }
   if (runtime == nullptr) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/step_shape.hpp"
+#include "entry/gil.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_api.hpp"
 #include "entry/without_gil.hpp"
@@ -114,7 +115,7 @@ nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Byte
   }
   core::Advice advice;
   {
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     advice = core::advise({records, full, at_ns, high, out, in});
   }
   nb::dict found;

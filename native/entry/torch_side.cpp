@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "entry/gil.hpp"
 #include "entry/python_side.hpp"
 #include "entry/registry.hpp"
 
@@ -95,7 +96,7 @@ bool try_route(const TorchSide& side, int device) try {
     return found.has_value() ? found->pool : std::array<std::uint64_t, 2>{};
   };
   const auto tell = [&](bool on) {
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     if (!on) {
       side.end_route(device);
       side.let_pool_go(device, wanted.data());
@@ -197,20 +198,20 @@ bool can_route() {
 bool keep_mem_pool(int device, std::uint64_t first, std::uint64_t second) {
   const TorchSide* side = Registry::get().torch_side();
   const std::array<std::uint64_t, 2> pool{first, second};
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return side != nullptr && side->keep_pool != nullptr && side->keep_pool(device, pool.data());
 }
 
 void let_mem_pool_go(int device, std::uint64_t first, std::uint64_t second) {
   const std::array<std::uint64_t, 2> pool{first, second};
-  const nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   Registry::get().torch_side()->let_pool_go(device, pool.data());
 }
 
 void settle(core::Runtime& runtime) {
   runtime.drop_orphans();
   if (core::PoolRoute* route = runtime.route(); route != nullptr && route->to_settle()) {
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     route->settle();
   }
 }

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "entry/gil.hpp"
 #include "entry/registry.hpp"
 
 namespace stagehand::entry {
@@ -14,7 +15,7 @@ namespace stagehand::entry {
 template <class Ask>
 auto without_gil(int device, const Ask& ask) {
   using Answer = std::invoke_result_t<Ask, core::Runtime&>;
-  const nanobind::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   core::Runtime* const runtime = Registry::get().find(device);
   if constexpr (std::is_void_v<Answer>) {
     if (runtime != nullptr) {

@@ -44,8 +44,9 @@ class Writer:
         self._path = path
         self._numbers: Counter[int] = Counter()  # device -> lines so far
         self._waiting: deque[tuple[int, StepStats]] = deque()
-        # Held while lines are written, so that they stay in order; a signal handler may write too.
+        # Held while lines are written, so that they stay in order.
         self._lock = threading.RLock()
+        self._writing = False  # so that a signal handler leaves its lines to whom it interrupted
         self._failure: str | None = None
         self._told = False
         self._closed = False
@@ -68,14 +69,19 @@ class Writer:
     def write(self, last: bool = False) -> None:
         """Write what waits; ``last``: nothing comes after it. Raises nothing."""
         with self._lock:
+            if self._writing:
+                return  # in a signal handler: who was interrupted has the file, and writes on
+            self._writing = True
             try:
-                if lines := self._lines(last):
+                while lines := self._lines(last):
                     _append(self._path, lines)
             except OSError as error:
                 self._failure = error.strerror or in_one_line(error)
             except Exception as error:  # the thread writes for other files too
                 self._failure = in_one_line(error)
                 self._waiting.clear()
+            finally:
+                self._writing = False
 
     def close(self) -> None:
         """Write what waits. A step that another thread ends later is written at once."""
@@ -136,7 +142,7 @@ def _line(number: int, step: StepStats, proposal: Proposal, shape: bool) -> byte
     return json.dumps(fields).encode() + b"\n"
 
 
-_lock = threading.Lock()  # the table of writers, and the thread
+_lock = threading.RLock()  # the table of writers, and the thread; a signal handler may ask too
 _writers: dict[str, Writer] = {}
 _due = threading.Event()  # lines wait
 _thread: threading.Thread | None = None
@@ -202,7 +208,7 @@ def _write_on() -> None:
 def _begin_child() -> None:
     """After a fork: files, lines and locks are the parent's."""
     global _lock, _due, _thread
-    _lock, _due, _thread = threading.Lock(), threading.Event(), None
+    _lock, _due, _thread = threading.RLock(), threading.Event(), None
     _writers.clear()
     _steps.forget()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stagehand_alloc._books import advice as _advice
@@ -23,8 +24,9 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     telemetry = _runs.read(options.files)
     highs = [parse_size(text.strip(), None, "--high") for text in _listed(options.high)]
+    here = functools.cache(_measured_here)  # once for all runs
     told = [
-        (name, run, _advice.advise(run, highs, _link_of(run, options.link)))
+        (name, run, _advice.advise(run, highs, _link_of(run, options.link, here)))
         for name, run in _runs.by_name(telemetry.runs)
     ]
     if options.json:
@@ -55,22 +57,28 @@ def _listed(text: str | None) -> list[str]:
     return [] if text is None else [one for one in text.split(",") if one.strip()]
 
 
-def _link_of(run: Run, given: str | None) -> Link | None:
+def _link_of(run: Run, given: str | None, here: Callable[[], list[_rates.Rates]]) -> Link | None:
     """Of its device: as given, or as measured now where the run measured none; None as it did."""
     if given is None:
         silent = run.shape is not None and run.shape.d2h_rate <= 0
-        return _measured(run.device) if silent else None
+        return _measured(run.device, here()) if silent else None
     if Path(given).is_file():
         return _link_in(Path(given), run.device)
     return _link(given)
 
 
-def _measured(device: int) -> Link | None:
-    """By the GPU of that number; None where there is none."""
+def _measured_here() -> list[_rates.Rates]:
+    """Empty where there is no GPU."""
     try:
-        found = _rates.measure(simulated=False)
+        return _rates.measure(simulated=False)
     except DriverError:
-        return None  # the error that follows says what to give
+        return []  # the error that follows says what to give
+
+
+def _measured(device: int, found: list[_rates.Rates]) -> Link | None:
+    """By the GPU of that number; None where there is none."""
+    if not found:
+        return None
     here = next((one for one in found if one.device == device), found[0])
     return Link(here.to_host, here.to_device, "as measured on this machine now")
 

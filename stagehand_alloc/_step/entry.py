@@ -83,12 +83,17 @@ def remove_hooks(inner: bool) -> None:
 
     hooks = native.Hooks
     others = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    found = False
+    while not found and (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         _autograd._pop_saved_tensors_default_hooks()
-        if isinstance(getattr(top[0], "__self__", None), hooks):
-            break
-        name = getattr(top[0], "__qualname__", "")
-        if not (inner and name.startswith("_checkpoint_hook.")):
+        found = isinstance(getattr(top[0], "__self__", None), hooks)
+        if not found:
             others.append(top)
+    if found and inner:  # without ours, which were not pushed yet, nothing is above them
+        others = [
+            one
+            for one in others
+            if not getattr(one[0], "__qualname__", "").startswith("_checkpoint_hook.")
+        ]
     for pack, unpack in reversed(others):
         _autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -121,14 +121,6 @@ TEST("a plan hardly different from one that was tried is not tried") {
   CHECK(!trials.tried(plan_of(48), records));
 }
 
-TEST("what turned out not to be the same when made again is not dropped by the best plan either") {
-  Trials trials;
-  trials.took(plan_of(2), 1000, 0);
-  trials.refuse(0);
-  CHECK(trials.best()[0] == Fate::leave);
-  CHECK(trials.best()[1] == Fate::drop);
-}
-
 }  // namespace
 }  // namespace stagehand::core::test
 

@@ -13,9 +13,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError, StepStats, _native
@@ -253,6 +255,71 @@ def test_an_entry_that_fails_is_a_step_ended_by_an_error_and_the_next_is_right(
     assert [one.left_ns > 0 for one in seen] == [True, False, True]
     assert seen[2].counted.activations_saved == 3
     assert [one.began_ns for one in seen[1:]] == [one.ended_ns for one in seen[:-1]]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_entry_that_fails_inside_a_checkpoint_leaves_its_hooks_on_the_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._C import _autograd
+
+    pool = stagehand_alloc.pool()
+    push = _autograd._push_saved_tensors_default_hooks
+    fails = True
+
+    def fail_once(*hooks: Any) -> None:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise ValueError("in the middle of an entry")
+        push(*hooks)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            with monkeypatch.context() as patched:
+                patched.setattr(_autograd, push.__name__, fail_once)
+                with pytest.raises(ValueError, match="in the middle"), pool:
+                    pass
+        return (x * x).sum()
+
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    x = torch.randn(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = checkpoint(inner, x, use_reentrant=False)
+        packed.clear()
+        (x * x).sum()
+        assert packed
+    y.backward()
+    assert x.grad is not None
+    assert x.grad.equal(2 * x)
+
+
+ASKS_TO_THE_END = """
+    import threading
+    import stagehand_alloc
+    from stagehand_alloc import testing
+
+    def ask(pool):
+        while True:
+            pool.stats()
+
+    with testing.simulated_gpu(memory="256MiB", seed=1):
+        pool = stagehand_alloc.pool()
+        with pool:
+            pass
+        for _ in range(4):
+            threading.Thread(target=ask, args=(pool,), daemon=True).start()
+"""
+
+
+def test_a_thread_that_asks_to_the_end_does_not_abort_the_process(run_fresh: Fresh) -> None:
+    for _ in range(3):
+        run_fresh(ASKS_TO_THE_END)
 
 
 @pytest.mark.usefixtures("gpu")
