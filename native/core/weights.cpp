@@ -10,6 +10,9 @@ namespace stagehand::core {
 
 Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer,
                       Address* address) {
+  if (!standing_.alive(id)) {
+    return Status::stale;
+  }
   WeightGroup& group = standing_.at(id);
   if (d_.clocks.of(consumer).captured()) {
     return Status::captured;
@@ -18,7 +21,9 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const Record* newest = d_.ledger.newest();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
   while (!group.home()) {
-    if (const Status status = bring(entry, id, consumer, false); status != Status::ok) {
+    Status status = bring(entry, id, consumer, false);
+    status = status == Status::ok && !standing_.alive(id) ? Status::stale : status;
+    if (status != Status::ok) {
       --group.holds;
       return status;
     }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/pinner.hpp"
+#include "entry/gil.hpp"
 #include "entry/registry.hpp"
 #include "entry/torch_api.hpp"
 #include "entry/torch_error.hpp"
@@ -153,7 +154,7 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
     const driver::Stream stream = current_stream(place_);
     bool copied = false;
     {
-      const nb::gil_scoped_release unlocked;
+      const GilReleased unlocked;
       host_ = pinned(engine, bytes_, numa_node);
       if (host_ != nullptr) {
         for (std::size_t i = 0; i < copies.size(); ++i) {
@@ -180,9 +181,14 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
   }
 }
 
+// The host copy stays until nobody refers to the group: what `state_dict` gave is over it.
 WeightGroup::~WeightGroup() {
   if (!restored_) {
     forget();
+  }
+  if (core::Runtime* engine = Registry::get().find(device_); engine != nullptr) {
+    const GilReleased unlocked;
+    engine->unpin(host_, bytes_);
   }
 }
 
@@ -197,24 +203,27 @@ void WeightGroup::forget() {
   held_.clear();
   --count_;
   if (core::Runtime* engine = Registry::get().find(device_); engine != nullptr) {
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     engine->remove_weights(id_);
-    engine->unpin(host_, bytes_);
   }
 }
 
-void WeightGroup::enter(int kind) {
+void WeightGroup::check_process() {
   if (Registry::get().forked()) {
     throw std::runtime_error(
         "stagehand_alloc: this process was forked after the GPU was used, and has no weights.\n"
         "Start processes that use the model with the 'spawn' or 'forkserver' method.");
   }
+}
+
+void WeightGroup::enter(int kind) {
+  check_process();
   core::Runtime& engine = runtime();
   const driver::Stream stream = current_stream(place_);
   Address address = 0;
   Status status = Status::ok;
   {
-    const nb::gil_scoped_release unlocked;  // making room may wait
+    const GilReleased unlocked;  // making room may wait
     status = engine.enter_weights(id_, static_cast<core::UseKind>(kind), stream, &address);
   }
   settle(engine);
@@ -243,6 +252,10 @@ void WeightGroup::leave() {
 
 void WeightGroup::touch(nb::handle self) {
   auto* const group = nb::cast<WeightGroup*>(self);
+  check_process();
+  if (group->restored_) {
+    return;  // since the forward: its weights are like any others
+  }
   constexpr int kBackward = static_cast<int>(core::UseKind::backward);
   Window& window = windows()[std::this_thread::get_id()];
   const bool newest = window.newest.is_valid() && window.newest.is(self);
@@ -293,7 +306,7 @@ void WeightGroup::write_back() {
   const core::Copy copy{address_, host_, bytes_};
   bool copied = false;
   {
-    const nb::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     copied = engine.read_out({&copy, 1}, stream);
   }
   if (!copied) {
@@ -330,6 +343,7 @@ bool WeightGroup::restore() {
 }
 
 std::vector<std::pair<std::uintptr_t, Bytes>> WeightGroup::host() const {
+  check_process();
   std::vector<std::pair<std::uintptr_t, Bytes>> found;
   for (const Held& one : held_) {
     found.emplace_back(reinterpret_cast<std::uintptr_t>(host_ + one.offset), one.bytes);

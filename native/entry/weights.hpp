@@ -69,6 +69,7 @@ class WeightGroup {
   };
   static WeightGroup* find_slowly(PyObject* tensor);
   void forget();
+  static void check_process();
   core::Runtime& runtime() const;
 
   inline static std::size_t count_ = 0;  // of groups; guarded by the GIL

@@ -4,6 +4,7 @@
 // Built on first use against the headers of the installed torch, never part of the main build.
 // Needs no CUDA. All is called with the GIL; no exception leaves.
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -77,6 +78,7 @@ void open(void* storage, std::uint64_t address) {
 std::uint64_t open_alone(void* storage) {
   c10::StorageImpl& impl = *impl_of(storage);
   try {
+    const c10::DeviceGuard guard(impl.device());  // the allocator gives memory of the current one
     at::DataPtr memory = impl.allocator()->allocate(impl.nbytes());
     const auto address = reinterpret_cast<std::uintptr_t>(memory.get());
     raises(impl) = false;

@@ -44,9 +44,11 @@ def end_cut_short() -> None:
     running = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        running.add(id(frame.f_locals.get("self")))
+        if (module := frame.f_locals.get("self")) is not None:
+            running.add(id(module))
         frame = frame.f_back
-    for group in [one for one in inside() if id(one.block()) not in running]:
+    over = [one for one in inside() if (block := one.block()) is None or id(block) not in running]
+    for group in over:
         group.leave()
 
 
@@ -149,7 +151,7 @@ def _hooks(group: Group) -> tuple[Any, Any]:
         group.leave()
         # For what keeps a weight where no hook sees it, as bitsandbytes does.
         for tensor in _tensors(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a leaf's backward is not this block's
                 tensor.register_hook(_Touch(group.native))
 
     apart: Any = torch.compiler.disable

@@ -26,6 +26,8 @@ class _Save:
         self._group = group
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if self._group.native.open:  # somebody may have written to them, as in `resident`
+            self._group.write_back()
         copies = host_copies(self._group)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:

@@ -430,3 +430,53 @@ def test_the_driver_refusing_a_copy_leaves_the_books_whole(gpu: Any) -> None:
     gpu.fail("cuMemcpyHtoDAsync", times=0)
     assert _native.check_invariants(DEVICE) == ""
     assert trained(model, pool) == expected
+
+
+def test_offloading_may_end_between_forward_and_backward() -> None:
+    expected = build()
+    expected(tokens(0)).backward()
+    model = offloaded()
+    with stagehand_alloc.pool(high=16 * MIB):
+        loss = model(tokens(0))
+    stagehand_alloc.restore(model)
+    loss.backward()
+    assert gradients(model) == gradients(expected)
+
+
+def test_an_interrupted_forward_of_a_dropped_model_leaves_nothing_held() -> None:
+    model = offloaded()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model.layers[1].up.register_forward_pre_hook(interrupt)
+    pool = stagehand_alloc.pool(high=16 * MIB)
+    with contextlib.suppress(KeyboardInterrupt), pool:
+        model(tokens(0))
+    del model
+    gc.collect()
+    assert _native.weights(DEVICE)["bytes"] > 0  # the one that was interrupted
+    with pool:
+        pass
+    assert _native.weights(DEVICE)["bytes"] == 0
+
+
+def test_a_leaf_that_a_block_hands_on_gets_no_hooks() -> None:
+    class HandsOn(Block):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), prompt
+
+    class Handing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([HandsOn() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, _ = layer(x)
+            return x.square().mean()
+
+    prompt = torch.zeros(4, requires_grad=True)
+    model = stagehand_alloc.offload(Handing())
+    model(torch.randn(TOKENS, WIDTH)).backward()
+    assert not prompt._backward_hooks

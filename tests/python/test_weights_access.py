@@ -218,6 +218,21 @@ def test_a_state_dict_outlives_the_model() -> None:
     state.clear()
 
 
+def test_a_state_dict_outlives_the_end_of_offloading() -> None:
+    model = stagehand_alloc.offload(build())
+    state = model.state_dict()
+    stagehand_alloc.restore(model)
+    assert {name: digest(tensor) for name, tensor in state.items()} == digests(build())
+
+
+def test_a_state_dict_has_what_was_written_in_resident(model: Any) -> None:
+    with stagehand_alloc.resident(model):
+        model.layers[0].up.weight.data.mul_(3)
+        inside = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    assert inside == {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    assert inside != digests(build())
+
+
 def test_load_state_dict_reaches_the_host(model: Any) -> None:
     torch.manual_seed(77)
     other = Model()
