@@ -230,12 +230,12 @@ class Registry:
 
     def begin_step(self, device: int, high: int) -> bool:
         """A pool is entered on this thread; whether there are weights. Raises SizeError."""
+        end_cut_short()  # also of models that are gone
         groups = list(self._groups.get(device, ()))
         if not groups:
             return False
         import torch
 
-        end_cut_short()
         if torch._C._current_graph_task_id() < 0:
             native.end_weights_here()
         largest = max(groups, key=lambda group: group.bytes)
