@@ -214,11 +214,11 @@ Status Transfers::copy_in(std::span<const Arrival> arrivals, Lane& lane) {
   if (&lane == &express_) {
     newest_express_ = tick.seq;
     express_waits_for_ = 0;
-  }
-  for (const auto& [record, block] : arrivals) {
-    if (&lane == &express_) {
+    for (const auto& [record, block] : arrivals) {
       express_waits_for_ = std::max(express_waits_for_, record->copy.written.seq);
     }
+  }
+  for (const auto& [record, block] : arrivals) {
     record->arrived = tick;
     block->fence.clear();  // the copy runs behind all of it, and leaves its own tick
     status = fence_copy(status, *record, block, tick);

@@ -44,14 +44,13 @@ bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t
     all_.push_back({plan, {}});
   }
   Tried& now = all_[now_];
-  const Took step{ns, spent_ns};
   if (now.newest.empty() || ns <= std::min_element(now.newest.begin(), now.newest.end())->ns) {
     now.plan = plan;
   }
   if (now.newest.size() == kNewest) {
     now.newest.erase(now.newest.begin());
   }
-  now.newest.push_back(step);
+  now.newest.push_back({ns, spent_ns});
   const std::uint64_t before = std::exchange(last_ns_, ns);
   const bool gains = before == 0 || ns + before / kNoise < before;
   return first || !gains || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
