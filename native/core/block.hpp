@@ -28,7 +28,7 @@ struct Block {
   std::uint32_t aliases = 0;  // tensors re-made over it that torch has not dropped
   Stated<BlockState> state{BlockState::hole};
   bool owned_by_torch = false;
-  bool keep = false;         // the user asked to leave it on the GPU
+  bool keep = false;         // no record is made of it: the user asked so, or it has weights
   bool small = false;        // shares whole pieces with many others
   bool in_graph = false;     // of a captured CUDA graph's own memory
   bool made_again = false;   // for a record that comes back, and not by whoever computed it

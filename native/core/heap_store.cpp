@@ -165,10 +165,11 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
     if (block != nullptr) {
       count_overshoot(mapped, bytes);
     }
-    if (block == nullptr && arena.key.graph == 0 && d_.weights.make_way(arena.key.small)) {
+    const bool may_leave = block == nullptr && arena.key.graph == 0;
+    if (may_leave && d_.weights.make_way(arena.key.small) != 0) {
       continue;
     }
-    if (block == nullptr && arena.key.graph == 0) {
+    if (may_leave) {
       const Evicted result = evict_for(arena, bytes, attempt);
       pressed = pressed || result == Evicted::yes;
       if (d_.room.helped(entry, result, attempt)) {
@@ -179,6 +180,9 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
       waited = true;
       d_.room.wait_for_gpu(entry);
       heap_.free_addresses(arena);
+      continue;
+    }
+    if (may_leave && d_.weights.make_way(arena.key.small, true) != 0) {
       continue;
     }
     if (block == nullptr) {

@@ -89,8 +89,9 @@ void HeldBlocks::take_stuck(std::vector<Due::Storage>* alone, std::vector<void*>
 
 const char* HeldBlocks::broken() const {
   for (const auto& [identity, block] : by_identity_) {
-    if (block->identity != identity || (block->record == nullptr && block->aliases == 0)) {
-      return "O1: a storage is held that no record names";
+    if (block->identity != identity ||
+        (block->record == nullptr && block->aliases == 0 && !block->keep)) {
+      return "O1: a storage is held that no record and no weight group names";
     }
     if (block->state != BlockState::live && block->state != BlockState::retained) {
       return "O1: a held block is neither live nor retained";

@@ -20,7 +20,8 @@ void Runtime::remove_weights(GroupId id) {
   Entry entry(d_.gate);
   d_.weights.standing().at(id).holds = 0;  // whoever held it is gone
   d_.weights.drop(id);
-  d_.room.wait_for_gpu(entry);  // copies may read the host's
+  d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
+  d_.room.wait_for_gpu(entry);       // copies may read the host's
   d_.weights.standing().remove(id);
 }
 

@@ -32,13 +32,17 @@ GroupId Standing::add(Bytes bytes, std::byte* host) {
   return id;
 }
 
-void Standing::remove(GroupId id) {
-  SH_CHECK(!groups_[id].home() && groups_[id].holds == 0);
+void Standing::retire(GroupId id) {
+  SH_CHECK(groups_[id].alive && !groups_[id].home() && groups_[id].holds == 0);
   bytes_ -= groups_[id].bytes;
   groups_[id] = {.generation = groups_[id].generation};
-  spare_.push_back(id);
   order_.forget(id);
   --count_;
+}
+
+void Standing::remove(GroupId id) {
+  SH_CHECK(!groups_[id].alive);
+  spare_.push_back(id);
 }
 
 bool Standing::used(Use use, Plan::Place saves) {

@@ -31,7 +31,8 @@ struct WeightGroup {
 class Standing {
  public:
   GroupId add(Bytes bytes, std::byte* host);
-  // It is away, and nobody holds it.
+  // It is away, and nobody holds it: from here on nobody can. Its id is free once it is removed.
+  void retire(GroupId id);
   void remove(GroupId id);
   WeightGroup& at(GroupId id) { return groups_[id]; }
   const WeightGroup& at(GroupId id) const { return groups_[id]; }

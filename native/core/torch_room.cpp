@@ -65,7 +65,10 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
     // Weights stay below `high` between two steps too.
     const Bytes request = std::max(OwnRequest::here(), kUnknownRequest);
     const Bytes growth = cache_.growth_for(request);
-    weights_make_way(request, growth, roof_of_driver(growth, d_.ceiling()));
+    const Bytes roof = roof_of_driver(growth, d_.ceiling());
+    if (!fits_under(d_.counters.mapped, growth, roof)) {
+      weights_make_way(request);
+    }
     return !due.storages.empty();
   }
   d_.books.forgive();
@@ -87,10 +90,8 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   if (fits_under(d_.counters.mapped, growth, roof)) {
     return !due.storages.empty();
   }
-  if (weights_make_way(request != 0 ? request : growth, growth, roof)) {
-    return true;
-  }
   if (known == 0) {
+    weights_make_way(growth);
     end_aside();
     evict_down(entry);
   }
@@ -101,17 +102,15 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   return !due.storages.empty() || due.release_segments;
 }
 
-// Groups leave until one of them left a hole for the request. False: none did.
-bool TorchStore::weights_make_way(Bytes request, Bytes growth, Bytes roof) {
-  if (fits_under(d_.counters.mapped, growth, roof)) {
-    return false;
-  }
-  for (Bytes freed = 0; d_.weights.make_way(true, &freed);) {
-    if (freed >= request) {
-      return true;
+// Groups leave until so much of them has.
+void TorchStore::weights_make_way(Bytes bytes) {
+  for (Bytes freed = 0; freed < bytes;) {
+    const Bytes left = d_.weights.make_way(true);
+    if (left == 0) {
+      return;
     }
+    freed += left;
   }
-  return false;
 }
 
 // Walks the cache's segments, once a miss or so. Where torch would map pages for the request behind
@@ -268,7 +267,17 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   Attempt attempt;
   bool asked = false;  // all owners
   const bool repeats = d_.plan.repeats() != 0;
-  for (bool look = true;;) {
+  bool look = true;
+  const auto weights_leave = [&](bool last) {
+    look = d_.weights.make_way(true, last) != 0;
+    return look;
+  };
+  // What torch has mapped if it gives back all that it can.
+  const auto kept = [&] {
+    const Bytes releasable = can_release() ? sight_.releasable : 0;
+    return d_.counters.mapped - std::min(d_.counters.mapped, releasable);
+  };
+  for (;;) {
     if (std::exchange(look, false)) {
       const Bytes small = request > kSmallLimit ? room_for_small() : 0;
       look_at_cache(owner, request, roof - std::min(roof, d_.counters.mapped + small));
@@ -279,9 +288,14 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
       if (is_there(window, roof)) {
         return;
       }
+      // They leave for free: before records, unless no hole would come of it, nor is needed.
+      const bool fits = fits_under(kept(), growth, roof);
+      if ((!fits || d_.weights.would_give(true) >= request) && weights_leave(false)) {
+        continue;
+      }
       if (window.found && window.victims > 0) {
         look = d_.room.helped(entry, evict_window(window, attempt), attempt);
-        if (look) {
+        if (look || weights_leave(true)) {
           continue;
         }
         break;
@@ -291,10 +305,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         continue;
       }
     }
-    const Bytes releasable = can_release() ? sight_.releasable : 0;
-    const Bytes kept = d_.counters.mapped - std::min(d_.counters.mapped, releasable);
-    if (fits_under(kept, growth, roof)) {
-      const Bytes left = roof - kept - growth + d_.counters.retained;
+    if (fits_under(kept(), growth, roof)) {
+      const Bytes left = roof - kept() - growth + d_.counters.retained;
       due.release_segments = !fits_under(d_.counters.mapped, growth, roof);
       if (due.release_segments) {
         lacked(request, owner);
@@ -305,6 +317,9 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     if (!can_release()) {
       // What no run of victims makes room for, no victim does: once all owners were asked.
       if (std::exchange(asked, true)) {
+        if (weights_leave(true)) {
+          continue;
+        }
         break;
       }
       poll_newest(watched_.size());
@@ -314,6 +329,9 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     const Evicted result = evict_last(owner.pool != CacheMap::Owner{}.pool, attempt);
     const std::uint64_t turn = d_.gate.turn();
     if (!d_.room.helped(entry, result, attempt)) {
+      if (weights_leave(true)) {
+        continue;
+      }
       break;
     }
     look = d_.gate.turn() != turn;  // the lock was given up: all may be elsewhere

@@ -14,6 +14,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     return Status::stale;
   }
   WeightGroup& group = standing_.at(id);
+  const std::uint32_t generation = group.generation;
   if (d_.clocks.of(consumer).captured()) {
     return Status::captured;
   }
@@ -21,8 +22,10 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const Record* newest = d_.ledger.newest();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
   while (!group.home()) {
-    Status status = bring(entry, id, consumer, false);
-    status = status == Status::ok && !standing_.alive(id) ? Status::stale : status;
+    const Status status = bring(entry, id, consumer, false);
+    if (!group.alive || group.generation != generation) {
+      return Status::stale;  // the lock was given up; the holds are another group's by now
+    }
     if (status != Status::ok) {
       --group.holds;
       return status;
@@ -67,6 +70,7 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
     return status;
   }
   block->owned_by_torch = true;  // though torch knows nothing of it: somebody uses it
+  block->keep = true;            // nobody's saved tensor has it
   group.block = block;
   group.clock = arrived.clock;
   group.arrived = arrived.seq;
@@ -114,6 +118,7 @@ void Weights::put_away(WeightGroup& group) {
   SH_CHECK(group.may_leave());
   Block* block = std::exchange(group.block, nullptr);
   block->owned_by_torch = false;
+  block->keep = false;
   home_bytes_ -= group.bytes;
   ++counts_.dropped;
   if (holds(Rule::W2)) {
@@ -124,20 +129,29 @@ void Weights::put_away(WeightGroup& group) {
   d_.books.give_back(block);
 }
 
-bool Weights::make_way(bool small_too, Bytes* freed) {
-  const GroupId last = standing_.farthest();
-  if (last == kNoGroup) {
-    return false;
+GroupId Weights::leaver(bool small_too, bool last) {
+  const GroupId farthest = standing_.farthest();
+  if (farthest == kNoGroup || last) {
+    return farthest;
   }
   const Record* record = d_.books.victims().last_needed(small_too);
-  if (record != nullptr && standing_.needed_in(record->place) > standing_.order().distance(last)) {
-    return false;
+  const bool sooner = record != nullptr && standing_.needed_in(record->place) >
+                                               standing_.order().distance(farthest);
+  return sooner ? kNoGroup : farthest;
+}
+
+Bytes Weights::would_give(bool small_too, bool last) {
+  const GroupId id = standing_.empty() ? kNoGroup : leaver(small_too, last);
+  return id == kNoGroup ? 0 : standing_.at(id).bytes;
+}
+
+Bytes Weights::make_way(bool small_too, bool last) {
+  const GroupId id = standing_.empty() ? kNoGroup : leaver(small_too, last);
+  if (id == kNoGroup) {
+    return 0;
   }
-  if (freed != nullptr) {
-    *freed = standing_.at(last).bytes;
-  }
-  put_away(standing_.at(last));
-  return true;
+  put_away(standing_.at(id));
+  return standing_.at(id).bytes;
 }
 
 void Weights::fit(Entry& entry, Bytes most) {
@@ -174,7 +188,7 @@ const char* Weights::broken() const {
     const WeightGroup& group = standing_.at(id);
     home += group.home() ? group.bytes : 0;
     if (group.home() && (group.block->state != BlockState::live || !group.block->owned() ||
-                         group.block->record != nullptr)) {
+                         !group.block->keep || group.block->record != nullptr)) {
       return "W8: the memory of a weight group is not live, or has a record";
     }
     if (group.holds > 0 && !group.home()) {

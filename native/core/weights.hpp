@@ -43,8 +43,9 @@ class Weights {
   void bring_ahead(Entry& entry, driver::Stream stream);
 
   // Walk 7. A request lacks room: a group leaves where it is needed no sooner than the record that
-  // would leave else. False: none does. `freed` takes its bytes.
-  bool make_way(bool small_too, Bytes* freed = nullptr);
+  // would leave else, or as the last that can leave at all. What it had; 0: none does.
+  Bytes make_way(bool small_too, bool last = false);
+  Bytes would_give(bool small_too, bool last = false);
   // A pool is entered: groups leave until no more than `most` is in use.
   void fit(Entry& entry, Bytes most);
   // All that are not held; one that nobody holds.
@@ -54,6 +55,7 @@ class Weights {
   const char* broken() const;
 
  private:
+  GroupId leaver(bool small_too, bool last);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, driver::Stream stream);
   void put_away(WeightGroup& group);

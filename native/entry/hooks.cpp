@@ -41,6 +41,18 @@ Reason reason_of(core::Refusal refusal) {
   }
 }
 
+// Rule W8: what is over a weight's memory, and not over its storage, as DLPack makes it, would be
+// over somebody else's bytes in backward.
+void check_no_weight(Address first) {
+  if (WeightGroup::over_any(first)) {
+    throw std::runtime_error(
+        "stagehand_alloc: a tensor that shares memory with an offloaded weight, and not its "
+        "storage, is saved for backward: by then that memory has other bytes. DLPack makes such "
+        "tensors.\n"
+        "Save the weight itself, or a clone() of the tensor.");
+  }
+}
+
 Reason reason_of(core::SeenTensor::Kind kind) {
   switch (kind) {
     case core::SeenTensor::saved_leaf:
@@ -268,6 +280,7 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
                                 : runtime->save(first, first, last, true, made, inside);
   handle.made_inside = saved.inside;
   if (saved.refusal != core::Refusal::none) {
+    check_no_weight(first);
     handle.ignored_by = saved.ignored != 0 ? runtime : nullptr;
     handle.ignored = saved.ignored;
     return pass_plain(reason_of(saved.refusal));

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <map>
 #include <stdexcept>
 #include <thread>
 #include <unordered_map>
@@ -36,26 +37,40 @@ std::unordered_map<const void*, WeightGroup*>& groups() {
   return *leaked;
 }
 
-// What a thread's backward holds: the two groups it needed last.
+// What a backward holds on a thread: the two groups it needed last.
 struct Window {
   nb::object newest;
   nb::object previous;
-  long task = -1;  // the backward whose end will be told
-
-  void clear() {
-    for (nb::object* one : {&previous, &newest}) {
-      if (one->is_valid()) {
-        nb::object left = std::exchange(*one, nb::object());
-        nb::cast<WeightGroup*>(left)->leave();
-      }
-    }
-  }
+  bool told = false;  // the backward's end will be
 };
 
-// Guarded by the GIL, leaked.
-std::unordered_map<std::thread::id, Window>& windows() {
-  static auto* leaked = new std::unordered_map<std::thread::id, Window>;
+// By thread and the number of the backward: one may run inside another's node. Guarded by the GIL,
+// leaked.
+using WindowKey = std::pair<std::thread::id, long>;
+std::map<WindowKey, Window>& windows() {
+  static auto* leaked = new std::map<WindowKey, Window>;
   return *leaked;
+}
+
+// Leaving may give the GIL up: the windows are gone by then.
+template <class Which>
+void end_windows(Which which) {
+  std::vector<nb::object> held;
+  for (auto window = windows().begin(); window != windows().end();) {
+    if (!which(window->first)) {
+      ++window;
+      continue;
+    }
+    for (nb::object* one : {&window->second.previous, &window->second.newest}) {
+      if (one->is_valid()) {
+        held.push_back(std::move(*one));
+      }
+    }
+    window = windows().erase(window);
+  }
+  for (const nb::object& one : held) {
+    nb::cast<WeightGroup*>(one)->leave();
+  }
 }
 
 // The number of the backward that runs on this thread; -1 outside of any.
@@ -65,16 +80,33 @@ long backward_here() {
   return nb::cast<long>((*number)());
 }
 
-void tell_of_end(Window& window) {
-  const long task = backward_here();
-  if (task < 0 || task == window.task) {
+// The engine calls it at the end of a backward. One that failed it only forgets: on whichever
+// thread, with the GIL.
+struct EndOfBackward {
+  long task = -1;
+
+  explicit EndOfBackward(long number) : task(number) {}
+  EndOfBackward(EndOfBackward&& other) noexcept : task(std::exchange(other.task, -1)) {}
+  EndOfBackward(const EndOfBackward&) = delete;
+  EndOfBackward& operator=(const EndOfBackward&) = delete;
+  EndOfBackward& operator=(EndOfBackward&&) = delete;
+  ~EndOfBackward() {
+    if (task >= 0) {
+      WeightGroup::end_backward(task);
+    }
+  }
+  void operator()() const { WeightGroup::end_backward(task); }
+};
+
+void tell_of_end(Window& window, long task) {
+  if (task < 0 || window.told) {
     return;
   }
   nb::module_::import_("torch.autograd")
       .attr("Variable")
       .attr("_execution_engine")
-      .attr("queue_callback")(nb::cpp_function([task] { WeightGroup::end_backward(task); }));
-  window.task = task;
+      .attr("queue_callback")(nb::cpp_function(EndOfBackward(task)));
+  window.told = true;
 }
 
 [[noreturn]] void raise(core::Runtime& runtime, Status status, Bytes bytes) {
@@ -218,14 +250,19 @@ void WeightGroup::check_process() {
 
 void WeightGroup::enter(int kind) {
   check_process();
+  if (restored_) {
+    return;
+  }
   core::Runtime& engine = runtime();
   const driver::Stream stream = current_stream(place_);
   Address address = 0;
   Status status = Status::ok;
+  ++entering_;
   {
     const GilReleased unlocked;  // making room may wait
     status = engine.enter_weights(id_, static_cast<core::UseKind>(kind), stream, &address);
   }
+  --entering_;
   settle(engine);
   if (status != Status::ok) {
     raise(engine, status, bytes_);
@@ -240,6 +277,9 @@ void WeightGroup::enter(int kind) {
 }
 
 void WeightGroup::leave() {
+  if (restored_) {
+    return;
+  }
   if (--open_ == 0) {
     for (const Held& one : held_) {
       g_side->seal(one.storage, nullptr);
@@ -257,7 +297,8 @@ void WeightGroup::touch(nb::handle self) {
     return;  // since the forward: its weights are like any others
   }
   constexpr int kBackward = static_cast<int>(core::UseKind::backward);
-  Window& window = windows()[std::this_thread::get_id()];
+  const WindowKey here{std::this_thread::get_id(), backward_here()};
+  Window& window = windows()[here];
   const bool newest = window.newest.is_valid() && window.newest.is(self);
   if (newest || (window.previous.is_valid() && window.previous.is(self))) {
     if (!newest) {
@@ -272,29 +313,27 @@ void WeightGroup::touch(nb::handle self) {
     }
     return;
   }
-  tell_of_end(window);
+  tell_of_end(window, here.second);
   if (window.previous.is_valid()) {
-    nb::object left = std::exchange(window.previous, nb::object());
+    const nb::object left = std::exchange(window.previous, nb::object());
     nb::cast<WeightGroup*>(left)->leave();  // first: its memory may be what makes room
   }
-  group->enter(kBackward);
-  window.previous = std::exchange(window.newest, nb::borrow(self));
+  group->enter(kBackward);  // gives the GIL up: the window may be another one by now
+  Window& now = windows()[here];
+  tell_of_end(now, here.second);
+  const nb::object last = std::exchange(now.previous, std::exchange(now.newest, nb::borrow(self)));
+  if (last.is_valid()) {
+    nb::cast<WeightGroup*>(last)->leave();
+  }
 }
 
 void WeightGroup::end_backward(long task) {
-  for (auto& [thread, window] : windows()) {
-    if (window.task == task) {
-      window.task = -1;
-      window.clear();
-    }
-  }
+  end_windows([&](const WindowKey& key) { return key.second == task; });
 }
 
 void WeightGroup::end_here() {
-  if (const auto found = windows().find(std::this_thread::get_id()); found != windows().end()) {
-    found->second.task = -1;
-    found->second.clear();
-  }
+  const std::thread::id here = std::this_thread::get_id();
+  end_windows([&](const WindowKey& key) { return key.first == here; });
 }
 
 void WeightGroup::write_back() {
@@ -315,7 +354,7 @@ void WeightGroup::write_back() {
 }
 
 bool WeightGroup::restore() {
-  if (open_ > 0) {
+  if (open_ + entering_ > 0) {
     return false;
   }
   core::Runtime& engine = runtime();
@@ -340,6 +379,18 @@ bool WeightGroup::restore() {
   restored_ = true;
   forget();
   return true;
+}
+
+bool WeightGroup::over_any(Address address) {
+  if (count_ == 0) {
+    return false;
+  }
+  for (const auto& [identity, group] : groups()) {
+    if (group->open_ > 0 && address - group->address_ < group->bytes_) {
+      return true;
+    }
+  }
+  return false;
 }
 
 std::vector<std::pair<std::uintptr_t, Bytes>> WeightGroup::host() const {

@@ -26,6 +26,9 @@ class WeightGroup {
   // The group that the tensor's storage is of; null for all others.
   static WeightGroup* find(PyObject* tensor) { return count_ == 0 ? nullptr : find_slowly(tensor); }
 
+  // Whether a group that is open has the byte there: seldom asked, since all are looked at.
+  static bool over_any(core::Address address);
+
   // Copies the tensors' storages, one each, to host memory that is pinned for good, and seals them
   // with these texts. Their memory goes back to torch. All or nothing.
   WeightGroup(int device, const std::vector<nb::object>& tensors,
@@ -41,15 +44,15 @@ class WeightGroup {
   // Backward needs it on this thread: held until two others were needed after it, or the backward
   // is over.
   static void touch(nb::handle self);
-  // The backward with that number is over, on whichever thread.
+  // The backward with that number is over, on whichever thread it held any.
   static void end_backward(long task);
-  // What this thread still holds of a backward that was cut short.
+  // What this thread still holds for backwards, or for who looks at a node outside of any.
   static void end_here();
 
   // Its bytes go to the host copy; waits for the GPU. While it is held.
   void write_back();
-  // The storages get memory of their own with the bytes in it, and the group is over. False, and
-  // nothing has changed, where it is held.
+  // The storages get memory of their own with the bytes in it, and the group is over: entering and
+  // leaving do nothing from here on. False, and nothing has changed, where it is held.
   bool restore();
 
   core::GroupId id() const { return id_; }
@@ -82,7 +85,8 @@ class WeightGroup {
   core::Bytes bytes_ = 0;
   std::byte* host_ = nullptr;
   std::vector<Held> held_;
-  std::uint32_t open_ = 0;  // holds that have come to be; guarded by the GIL
+  std::uint32_t open_ = 0;      // holds that have come to be; guarded by the GIL,
+  std::uint32_t entering_ = 0;  // as are those that come to be
   bool restored_ = false;
 };
 
