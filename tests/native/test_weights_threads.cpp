@@ -12,7 +12,7 @@ namespace {
 constexpr int kGroups = 6;
 constexpr Bytes kGroup = 1_MiB;
 
-TEST("threads that enter the same groups, and one that asks for memory, each see their bytes") {
+TEST("threads that enter groups, ask for memory, and end groups, each see their bytes") {
   CoreRig rig({.memory = 64_MiB, .classes = {{1_MiB}, {8}}, .host_limit = 16_MiB});
   std::vector<std::byte> host(kGroups * kGroup);
   CHECK(rig.runtime->pin(host.data(), host.size()));
@@ -32,7 +32,7 @@ TEST("threads that enter the same groups, and one that asks for memory, each see
   rig.budget(6_MiB, 6_MiB);
   std::atomic<int> failed{0};
   std::vector<driver::Stream> streams;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 4; ++i) {
     streams.push_back(rig.stream());
   }
   const auto forward = [&](driver::Stream s) {
@@ -61,6 +61,20 @@ TEST("threads that enter the same groups, and one that asks for memory, each see
       if (i % 10 == 0) {
         rig.runtime->drop_weights();
       }
+    }
+  });
+  threads.emplace_back([&] {  // a model that comes and goes beside them
+    for (int pass = 0; pass < 24; ++pass) {
+      const GroupId id = rig.runtime->add_weights(kGroup, host.data());
+      rig.runtime->presume_weights({&id, 1});
+      Address address = 0;
+      if (rig.runtime->enter_weights(id, UseKind::sampling, streams[3], &address) == Status::ok) {
+        failed += stagehand_sim_check(streams[3], address, kGroup, 900) == 0 ? 0 : 1;
+        rig.runtime->leave_weights(id);
+      } else {
+        ++failed;
+      }
+      rig.runtime->remove_weights(id);
     }
   });
   for (std::thread& thread : threads) {
