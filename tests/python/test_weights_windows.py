@@ -1,0 +1,134 @@
+"""What backward holds of offloaded weights, and for how long; what it must never be given."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lora import DEVICE, MIB, Block, Model, tokens
+from torch import Tensor, nn
+
+import stagehand_alloc
+from stagehand_alloc import _native
+from stagehand_alloc._weights.groups import registry
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_weights() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert _native.weights(DEVICE)["bytes"] == 0
+
+
+def held(model: nn.Module) -> int:
+    return sum(group.native.open for group in registry.within([model]))
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError("backward of the user's")
+
+
+class _FailsFirst(Model):
+    """Its backward fails after those of all blocks but the first."""
+
+    def run(self) -> list[Any]:
+        return [self.layers[0], _Fails.apply, *self.layers[1:]]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "thread"])
+def test_a_backward_that_failed_holds_nothing(elsewhere: bool) -> None:
+    torch.manual_seed(1)
+    model = stagehand_alloc.offload(_FailsFirst())
+    with stagehand_alloc.pool(high=8 * MIB):
+        loss = model(tokens(0))
+
+    def backward() -> None:
+        with pytest.raises(ValueError, match="of the user's"):
+            loss.backward()
+
+    if elsewhere:
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    else:
+        backward()
+    del loss
+    gc.collect()
+    assert held(model) == 0
+    stagehand_alloc.restore(model)
+
+
+class _Inner(torch.autograd.Function):
+    """Runs a backward of its own inside its backward, between two uses of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inner: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inner = inner
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            ctx.inner(x.detach().requires_grad_()).sum().backward()
+        return gradients[0] @ weight, None, None
+
+
+def test_a_backward_inside_a_node_leaves_the_node_its_weights() -> None:
+    class Outer(Block):
+        other: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = _Inner.apply(x, self.up.weight, self.other)
+            return x + self.down(F.gelu(y))
+
+    def made() -> Any:
+        torch.manual_seed(2)
+        model: Any = Model(4)
+        model.layers[1] = Outer()
+        # The backward inside uses three more blocks, which are more than backward holds.
+        others = [Block().requires_grad_(False) for _ in range(3)]
+        model.others = nn.ModuleList(others)
+        object.__setattr__(model.layers[1], "other", nn.Sequential(*others))
+        return model
+
+    def gradients(model: Any) -> list[Tensor]:
+        with stagehand_alloc.pool(high=8 * MIB):
+            loss = model(tokens(0))
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(made())
+    model = stagehand_alloc.offload(made())
+    assert all(map(torch.equal, gradients(model), expected))
+    gc.collect()
+    assert held(model) == 0
+
+
+def test_a_dlpack_alias_of_a_weight_is_not_saved() -> None:
+    class Aliased(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            alias = torch.from_dlpack(self.up.weight.detach())
+            y: Tensor = super().forward(x) * alias[0]
+            return y
+
+    torch.manual_seed(3)
+    model = stagehand_alloc.offload(Model(3, Aliased))
+    with pytest.raises(RuntimeError, match="shares memory with an offloaded weight"):
+        with stagehand_alloc.pool(high=8 * MIB):
+            model(tokens(0))
+    stagehand_alloc.restore(model)
