@@ -47,7 +47,12 @@ struct Device {
   Bytes ceiling() const {
     return std::min(std::max(budget.high, plan.unavoidable()), budget.limit);
   }
-  Bytes live() const { return counters.occupied - std::min(counters.occupied, counters.retained); }
+  // What nothing can leave of: neither saved nor weights that nobody holds.
+  Bytes live() const { return live_of(counters.occupied, counters.retained); }
+  Bytes live_of(Bytes occupied, Bytes retained) const {
+    const Bytes may_leave = retained + weights.idle_bytes();
+    return occupied - std::min(occupied, may_leave);
+  }
 
   const int number;
   const Bytes bytes;  // of the device

@@ -199,8 +199,12 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       }
     } else if (can_come(one) && !one.copy.slabs.front()->pageable) {
       const Bytes bytes = d_.store->bytes_for(one);
-      if (!fits_under(occupied, bytes, room) ||
-          (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
+      const auto fits = [&] { return fits_under(occupied, bytes, room); };
+      for (Bytes left = 1; !fits() && left != 0;) {
+        left = d_.weights.make_way_for(one.place);
+        occupied -= std::min(occupied, left);
+      }
+      if (!fits() || (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
         break;
       }
       wanted->push_back({Ledger::id_of(one), bytes, i >= kReach});
@@ -248,6 +252,9 @@ void Prefetcher::run(Entry& entry, RecordId from_id) {
   wanted.clear();
   Bytes ahead = 0;
   choose(*from, far, &wanted, &ahead);
+  if (!wanted.empty() && d_.gate.due().any() && !d_.weights.standing().empty()) {
+    const Unlocked unlocked(entry);  // torch has what weights left from here on
+  }
   bring(entry, wanted, ahead == 0);
   spare_ = std::move(wanted);
 }

@@ -157,6 +157,7 @@ class Runtime {
   Status enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address);
   void leave_weights(GroupId id);
   // The next group comes if it lacked room before and has it now.
+  bool lacks_weights() const { return d_.weights.lacks_room(); }
   void more_weights(driver::Stream consumer);
   // All that nobody holds leaves; for tests, and for who needs the memory.
   void drop_weights();
@@ -170,8 +171,9 @@ class Runtime {
   // Page-locks host memory for good, and gives it up again. Both wait; without any lock.
   bool pin(std::byte* host, Bytes bytes);
   void unpin(std::byte* host, Bytes bytes);
-  // Copies out, behind the work queued on `stream`, and waits for them. False: not all have moved.
-  bool read_out(std::span<const Copy> copies, driver::Stream stream);
+  // Copies out, behind the work queued on the streams, and waits for them. False: not all have
+  // moved.
+  bool read_out(std::span<const Copy> copies, std::span<const driver::Stream> streams);
   // Copies in, behind and before the work queued on `stream`.
   Status write_in(std::span<const Copy> copies, driver::Stream stream);
 

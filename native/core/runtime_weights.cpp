@@ -18,7 +18,9 @@ void Runtime::presume_weights(std::span<const GroupId> groups) {
 
 void Runtime::remove_weights(GroupId id) {
   Entry entry(d_.gate);
-  d_.weights.standing().at(id).holds = 0;  // whoever held it is gone
+  while (d_.weights.standing().at(id).holds > 0) {
+    d_.weights.leave(id);  // whoever held it is gone
+  }
   d_.weights.drop(id);
   d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
   d_.room.wait_for_gpu(entry);       // copies may read the host's
@@ -38,9 +40,6 @@ void Runtime::leave_weights(GroupId id) {
 }
 
 void Runtime::more_weights(driver::Stream consumer) {
-  if (!d_.weights.lacks_room()) {
-    return;
-  }
   Entry entry(d_.gate);
   if (!d_.clocks.of(consumer).captured()) {
     d_.weights.bring_ahead(entry, consumer);
@@ -73,11 +72,13 @@ void Runtime::unpin(std::byte* host, Bytes bytes) {
   unpin_chunk(d_.gate.table(), {.host = host, .size = bytes});
 }
 
-bool Runtime::read_out(std::span<const Copy> copies, driver::Stream stream) {
+bool Runtime::read_out(std::span<const Copy> copies, std::span<const driver::Stream> streams) {
   Entry entry(d_.gate);
   Lane& lane = d_.transfers.out();
-  if (d_.clocks.order_after(lane.clock(), d_.clocks.of(stream).now()) != Status::ok) {
-    return false;
+  for (const driver::Stream stream : streams) {
+    if (d_.clocks.order_after(lane.clock(), d_.clocks.of(stream).now()) != Status::ok) {
+      return false;
+    }
   }
   const driver::Stream on = lane.clock().stream();
   if (!d_.gate.in_context()) {

@@ -276,7 +276,7 @@ void TorchStore::refresh() {
     // The peak was between the last look and this one; what was retained then was not less than
     // the lesser of the two, nor more than the greater, which is what keeps this from overstating.
     const Bytes peak = since.allocated_peak;
-    const Bytes live = peak - std::min(peak, std::max(live_retained_, counters.retained));
+    const Bytes live = d_.live_of(peak, std::max(live_retained_, counters.retained));
     counters.live_peak = std::max(counters.live_peak, live);
     d_.plan.live(live);
     d_.plan.occupied(peak, counters.mapped);

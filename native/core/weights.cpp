@@ -8,6 +8,11 @@
 
 namespace stagehand::core {
 
+void Weights::leave(GroupId id) {
+  WeightGroup& group = standing_.at(id);
+  idle_bytes_ += --group.holds == 0 && group.home() ? group.bytes : 0;
+}
+
 Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer,
                       Address* address) {
   if (!standing_.alive(id)) {
@@ -18,6 +23,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   if (d_.clocks.of(consumer).captured()) {
     return Status::captured;
   }
+  idle_bytes_ -= group.may_leave() ? group.bytes : 0;
   ++group.holds;  // rule W3: from here on it stays
   const Record* newest = d_.ledger.newest();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
@@ -27,14 +33,14 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
       return Status::stale;  // the lock was given up; the holds are another group's by now
     }
     if (status != Status::ok) {
-      --group.holds;
+      leave(id);
       return status;
     }
   }
   StreamClock& clock = d_.clocks.of(consumer);
   const Tick arrived{group.clock, group.arrived};
   if (holds(Rule::W7) && d_.clocks.order_after(clock, arrived) != Status::ok) {
-    --group.holds;
+    leave(id);
     return Status::driver_failed;
   }
   group.ahead = false;
@@ -76,6 +82,7 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   group.arrived = arrived.seq;
   group.ahead = ahead;
   home_bytes_ += group.bytes;
+  idle_bytes_ += group.holds == 0 ? group.bytes : 0;
   ++counts_.loads;
   counts_.late += ahead ? 0 : 1;
   counts_.loaded_bytes += group.bytes;
@@ -101,16 +108,39 @@ bool Weights::bring_next(Entry& entry, GroupId id, driver::Stream stream) {
   const Bytes before = occupied;
   while (!fits_under(occupied, bytes, high)) {
     const GroupId last = standing_.farthest();
-    if (last == kNoGroup || standing_.order().distance(last) <= standing_.order().distance(id)) {
+    const UseOrder& order = standing_.order();
+    if (last != kNoGroup && order.distance(last) > order.distance(id)) {
+      occupied -= std::min(occupied, standing_.at(last).bytes);
+      put_away(standing_.at(last));
+    } else if (!record_leaves(id, &occupied)) {
       return false;
     }
-    occupied -= std::min(occupied, standing_.at(last).bytes);
-    put_away(standing_.at(last));
   }
   if (occupied != before && d_.gate.due().any()) {
     const Unlocked unlocked(entry);  // torch has it from here on
   }
   return standing_.alive(id) && bring(entry, id, stream, true) == Status::ok;
+}
+
+// A record that is needed later than the group leaves.
+bool Weights::record_leaves(GroupId id, Bytes* occupied) {
+  VictimIndex& victims = d_.books.victims();
+  Record* record = victims.last_needed(false);
+  if (record == nullptr ||
+      standing_.needed_in(record->place) <= standing_.order().distance(id)) {
+    return false;
+  }
+  if (!victims.leaves_free(*record)) {
+    d_.departures.copy_ahead(standing_.at(id).bytes);
+    return false;
+  }
+  const Bytes bytes = record->block->size;
+  Attempt attempt;
+  if (d_.room.evict(*record, attempt) != Evicted::yes) {
+    return false;
+  }
+  *occupied -= std::min(*occupied, bytes);
+  return true;
 }
 
 // Rule W2: its memory goes back like any other, behind what names it.
@@ -120,6 +150,7 @@ void Weights::put_away(WeightGroup& group) {
   block->owned_by_torch = false;
   block->keep = false;
   home_bytes_ -= group.bytes;
+  idle_bytes_ -= group.bytes;
   ++counts_.dropped;
   if (holds(Rule::W2)) {
     d_.transfers.fence_users(block);
@@ -154,6 +185,16 @@ Bytes Weights::make_way(bool small_too, bool last) {
   return standing_.at(id).bytes;
 }
 
+Bytes Weights::make_way_for(Plan::Place record) {
+  const GroupId farthest = standing_.empty() ? kNoGroup : standing_.farthest();
+  if (farthest == kNoGroup ||
+      standing_.order().distance(farthest) <= standing_.needed_in(record)) {
+    return 0;
+  }
+  put_away(standing_.at(farthest));
+  return standing_.at(farthest).bytes;
+}
+
 void Weights::fit(Entry& entry, Bytes most) {
   d_.store->look();
   Bytes occupied = d_.counters.occupied;
@@ -184,9 +225,11 @@ void Weights::drop(GroupId id) {
 
 const char* Weights::broken() const {
   Bytes home = 0;
+  Bytes idle = 0;
   for (GroupId id = 0; id < standing_.size(); ++id) {
     const WeightGroup& group = standing_.at(id);
     home += group.home() ? group.bytes : 0;
+    idle += group.may_leave() ? group.bytes : 0;
     if (group.home() && (group.block->state != BlockState::live || !group.block->owned() ||
                          !group.block->keep || group.block->record != nullptr)) {
       return "W8: the memory of a weight group is not live, or has a record";
@@ -195,7 +238,9 @@ const char* Weights::broken() const {
       return "W3: a weight group is held and away";
     }
   }
-  return home == home_bytes_ ? standing_.broken() : "W10: the weights at home are miscounted";
+  return home == home_bytes_ && idle == idle_bytes_
+             ? standing_.broken()
+             : "W10: the weights at home are miscounted";
 }
 
 }  // namespace stagehand::core

@@ -31,21 +31,25 @@ class Weights {
   Standing& standing() { return standing_; }
   const Counts& counts() const { return counts_; }
   Bytes home_bytes() const { return home_bytes_; }
+  // Of them, what nobody holds.
+  Bytes idle_bytes() const { return idle_bytes_; }
 
   // Walk 6. Holds the group, which is at home for work queued on `consumer` from now on.
   Status enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer, Address* address);
-  void leave(GroupId id) { --standing_.at(id).holds; }
+  void leave(GroupId id);
   // Whether the next group found no room: it is asked for again as a block goes on, whose work
   // gives memory up. Without the lock.
   bool lacks_room() const { return lacks_room_.load(std::memory_order_relaxed); }
-  // The next few come, into room below `high`; for that, groups leave that are needed later, and no
-  // record does.
+  // The next few come, into room below `high`; for that, groups leave that are needed later, and
+  // records that are, if they can for nothing: the others' copies begin.
   void bring_ahead(Entry& entry, driver::Stream stream);
 
   // Walk 7. A request lacks room: a group leaves where it is needed no sooner than the record that
   // would leave else, or as the last that can leave at all. What it had; 0: none does.
   Bytes make_way(bool small_too, bool last = false);
   Bytes would_give(bool small_too, bool last = false);
+  // The same ahead of need, for a record of that place: a group that is needed later.
+  Bytes make_way_for(Plan::Place record);
   // A pool is entered: groups leave until no more than `most` is in use.
   void fit(Entry& entry, Bytes most);
   // All that are not held; one that nobody holds.
@@ -56,6 +60,7 @@ class Weights {
 
  private:
   GroupId leaver(bool small_too, bool last);
+  bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, driver::Stream stream);
   void put_away(WeightGroup& group);
@@ -64,6 +69,7 @@ class Weights {
   Standing standing_;
   Counts counts_;
   Bytes home_bytes_ = 0;
+  Bytes idle_bytes_ = 0;  // of those
   std::atomic<bool> lacks_room_{false};
 };
 

@@ -233,6 +233,7 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   if (WeightGroup* group = WeightGroup::find(object); group != nullptr) {
     see_leaf(runtime, tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
+    group->more();
     Handle handle;
     handle.weights = nb::find(*group);
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),

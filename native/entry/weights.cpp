@@ -192,7 +192,7 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
         for (std::size_t i = 0; i < copies.size(); ++i) {
           copies[i].host = host_ + held_[i].offset;
         }
-        copied = engine.read_out(copies, stream);
+        copied = engine.read_out(copies, {&stream, 1});
       }
     }
     if (host_ == nullptr) {
@@ -230,6 +230,9 @@ core::Runtime& WeightGroup::runtime() const { return *Registry::get().find(devic
 void WeightGroup::forget() {
   for (const Held& one : held_) {
     groups().erase(one.identity);
+    if (open_ > 0) {
+      g_side->seal(one.storage, nullptr);  // whoever has a tensor of it: the memory goes
+    }
     g_side->drop(one.storage);
   }
   held_.clear();
@@ -290,6 +293,12 @@ void WeightGroup::leave() {
   }
 }
 
+void WeightGroup::more() const {
+  if (core::Runtime& engine = runtime(); engine.lacks_weights()) {
+    engine.more_weights(current_stream(place_));
+  }
+}
+
 void WeightGroup::touch(nb::handle self) {
   auto* const group = nb::cast<WeightGroup*>(self);
   check_process();
@@ -309,7 +318,7 @@ void WeightGroup::touch(nb::handle self) {
       group->enter(kBackward);
       group->leave();
     } else {
-      group->runtime().more_weights(stream);
+      group->more();
     }
     return;
   }
@@ -341,12 +350,12 @@ void WeightGroup::write_back() {
     throw std::runtime_error("stagehand_alloc: internal error: weights that are away were written");
   }
   core::Runtime& engine = runtime();
-  const driver::Stream stream = current_stream(place_);
+  const std::array<driver::Stream, 2> streams{current_stream(place_), stream_};
   const core::Copy copy{address_, host_, bytes_};
   bool copied = false;
   {
     const GilReleased unlocked;
-    copied = engine.read_out({&copy, 1}, stream);
+    copied = engine.read_out({&copy, 1}, streams);
   }
   if (!copied) {
     raise(engine, Status::driver_failed, bytes_);

@@ -41,6 +41,8 @@ class WeightGroup {
   // core::UseKind. `leave` as often.
   void enter(int kind);
   void leave();
+  // It is being used: the next one comes, if that lacked room before and has it now.
+  void more() const;
   // Backward needs it on this thread: held until two others were needed after it, or the backward
   // is over.
   static void touch(nb::handle self);

@@ -19,7 +19,7 @@ class Model {
       HeldTensor tensor{rig.torch.make(kGroup, s), kGroup, s, 900 + static_cast<std::uint64_t>(i)};
       rig.fill(tensor, s);
       const Copy copy{tensor.address(), host_.data() + static_cast<Bytes>(i) * kGroup, kGroup};
-      CHECK(rig.runtime->read_out({&copy, 1}, s));
+      CHECK(rig.runtime->read_out({&copy, 1}, {&s, 1}));
       rig.drop(tensor);
       ids_.push_back(rig.runtime->add_weights(kGroup, copy.host));
     }

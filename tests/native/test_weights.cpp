@@ -30,7 +30,7 @@ class Model {
       const Tensor tensor{rig.allocate(bytes, s), bytes, s, 900 + static_cast<std::uint64_t>(i)};
       rig.fill(tensor, s);
       const Copy copy{tensor.address, host_.data() + static_cast<Bytes>(i) * bytes, bytes};
-      CHECK(rig.runtime->read_out({&copy, 1}, s));
+      CHECK(rig.runtime->read_out({&copy, 1}, {&s, 1}));
       rig.drop(tensor);
       ids.push_back(rig.runtime->add_weights(bytes, copy.host));
     }

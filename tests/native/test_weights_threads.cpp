@@ -23,7 +23,7 @@ TEST("threads that enter groups, ask for memory, and end groups, each see their 
                         900 + static_cast<std::uint64_t>(i)};
     rig.fill(tensor, first);
     const Copy copy{tensor.address, host.data() + static_cast<Bytes>(i) * kGroup, kGroup};
-    CHECK(rig.runtime->read_out({&copy, 1}, first));
+    CHECK(rig.runtime->read_out({&copy, 1}, {&first, 1}));
     rig.drop(tensor);
     ids.push_back(rig.runtime->add_weights(kGroup, copy.host));
   }
