@@ -42,10 +42,12 @@ def end_cut_short() -> None:
     if not inside():
         return
     running = set()
-    frame: FrameType | None = sys._getframe()
+    # Methods alone, and never this frame: before Python 3.13 `f_locals` is a copy that the frame
+    # keeps. Of this one it would be a cycle, and hold the groups that leave below.
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if (module := frame.f_locals.get("self")) is not None:
-            running.add(id(module))
+        if frame.f_code.co_varnames[:1] == ("self",):
+            running.add(id(frame.f_locals.get("self")))
         frame = frame.f_back
     over = [one for one in inside() if (block := one.block()) is None or id(block) not in running]
     for group in over:

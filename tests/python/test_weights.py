@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -456,9 +457,13 @@ def test_an_interrupted_forward_of_a_dropped_model_leaves_nothing_held() -> None
     del model
     gc.collect()
     assert _native.weights(DEVICE)["bytes"] > 0  # the one that was interrupted
+    kept = nn.Linear(1, 1)
     with pool:
         pass
     assert _native.weights(DEVICE)["bytes"] == 0
+    gone = weakref.ref(kept)
+    del kept
+    assert gone() is None  # looking for who runs keeps nothing of who does
 
 
 def test_a_leaf_that_a_block_hands_on_gets_no_hooks() -> None:
