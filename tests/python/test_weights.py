@@ -22,6 +22,7 @@ from training import digest, evicting_everything, gradients, leaves_nothing
 
 import stagehand_alloc
 from stagehand_alloc import _native
+from stagehand_alloc._weights.groups import registry
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -403,6 +404,32 @@ def test_a_backward_that_fails_leaves_nothing_held_after_the_next_entry() -> Non
         pass
     _native.drop_weights(DEVICE)
     assert _native.weights(DEVICE)["home"] == 0
+
+
+def enter_a_pool(model: Any) -> None:
+    with stagehand_alloc.pool(high=7 * MIB):
+        pass
+
+
+@pytest.mark.xfail(strict=True, reason="windows of other threads are not ended")
+@pytest.mark.parametrize("then", [enter_a_pool, stagehand_alloc.restore])
+def test_a_backward_that_failed_on_another_thread_leaves_nothing_held(then: Any) -> None:
+    model = offloaded()
+    groups = registry.within([model])
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    with stagehand_alloc.pool(high=7 * MIB):
+        x = model.layers[0](hidden)
+        x.register_hook(lambda gradient: 1 / 0)
+        loss = model.layers[2](model.layers[1](x)).sum()
+    with ThreadPoolExecutor(1) as thread:  # as autograd has one for each GPU
+        try:
+            with pytest.raises(ZeroDivisionError):
+                thread.submit(loss.backward).result()
+            assert [group.native.open for group in groups[:3]] == [1, 1, 0]
+            then(model)
+            assert [group.native.open for group in groups] == [0] * 8
+        finally:
+            thread.submit(_native.end_weights_here).result()
 
 
 def test_the_graph_may_outlive_the_model() -> None:
