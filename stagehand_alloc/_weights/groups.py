@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
 
 _thread = threading.local()
+_loading: dict[Group, None] = {}  # that a load_state_dict is inside of, on any thread
 
 
 def inside() -> list[Group]:
@@ -33,25 +35,49 @@ def inside() -> list[Group]:
 
 def end_forwards(outer: int) -> None:
     """End all but the ``outer`` first of them: what was cut short tells nobody."""
-    while len(here := inside()) > outer:
-        here[-1].leave()
+    _leave(inside()[outer:])
 
 
 def end_cut_short() -> None:
-    """End those that no call on this thread's stack is inside of, as after a KeyboardInterrupt."""
+    """End what was begun and is over: forwards of this thread, and loads.
+
+    An exception out of `load_state_dict` tells no hook, and neither does a KeyboardInterrupt out of
+    a forward. Such a forward has no call on the stack; such a load, none on any thread's.
+    """
+    if _loading and not _load_runs():
+        with contextlib.ExitStack() as all_of_them:
+            for group in list(_loading):
+                all_of_them.callback(group.end_load)
     if not inside():
         return
     running = set()
     # Methods alone, and never this frame: before Python 3.13 `f_locals` is a copy that the frame
     # keeps. Of this one it would be a cycle, and hold the groups that leave below.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _outward(sys._getframe(1)):
         if frame.f_code.co_varnames[:1] == ("self",):
             running.add(id(frame.f_locals.get("self")))
-        frame = frame.f_back
     over = [one for one in inside() if (block := one.block()) is None or id(block) not in running]
-    for group in over:
-        group.leave()
+    _leave(over)
+
+
+def _leave(groups: list[Group]) -> None:
+    with contextlib.ExitStack() as innermost_first:  # all of them, whatever one raises
+        for group in groups:
+            innermost_first.callback(group.leave)
+
+
+def _load_runs() -> bool:
+    from torch import nn
+
+    load = nn.Module.load_state_dict.__code__
+    # Not by a name: among them is this frame.
+    return any(f.f_code is load for one in sys._current_frames().values() for f in _outward(one))
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class Group:
@@ -65,7 +91,6 @@ class Group:
         self.names = [weight.name for weight in weights]
         self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
         self._versions = self._version()
-        self.loading = 0  # load_state_dict calls that are inside
         self.storages = [int(weight.tensor.untyped_storage()._cdata) for weight in weights]
         self.native = native.WeightGroup(
             device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
@@ -86,6 +111,8 @@ class Group:
         import torch
 
         self._check_frozen()
+        if self in _loading:
+            end_cut_short()
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again
             self.native.touch()
             self.native.enter(BACKWARD)
@@ -101,6 +128,21 @@ class Group:
             here.reverse()
             try:
                 self.keep_changes()
+            finally:
+                self.native.leave()
+
+    def begin_load(self) -> None:
+        """A load_state_dict writes to the weights. Raises as `enter` does."""
+        self.end_load()  # one that was cut short
+        self.native.enter(SAMPLING)
+        _loading[self] = None
+
+    def end_load(self) -> None:
+        """It has ended, if it had begun; the host has what was loaded."""
+        if self in _loading:
+            del _loading[self]
+            try:
+                self.write_back()
             finally:
                 self.native.leave()
 

@@ -17,7 +17,7 @@ from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 from stagehand_alloc._weights import blocks as _blocks
 from stagehand_alloc._weights import state as _state
-from stagehand_alloc._weights.groups import Group, registry
+from stagehand_alloc._weights.groups import Group, end_cut_short, registry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +98,7 @@ def restore(model: nn.Module) -> None:
     Frees the host copies. Raises OffloadError inside of a forward or a `resident`, and
     torch.OutOfMemoryError where they do not fit; what has come back by then stays.
     """
+    end_cut_short()
     native.end_weights_here()
     for group in registry.within([model]):
         if not group.native.restore():

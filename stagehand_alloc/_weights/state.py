@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError
-from stagehand_alloc._weights.groups import SAMPLING, Group
+from stagehand_alloc._weights.groups import Group
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,8 +45,7 @@ class _Load:
                 f"offloaded block {self._group.name!r}.",
                 "Load without assign=True, or before stagehand_alloc.offload(model).",
             )
-        self._group.native.enter(SAMPLING)
-        self._group.loading += 1
+        self._group.begin_load()
 
 
 class _Loaded:
@@ -54,13 +53,7 @@ class _Loaded:
         self._group = group
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        group = self._group
-        while group.loading:
-            group.loading -= 1
-            try:
-                group.write_back()
-            finally:
-                group.native.leave()
+        self._group.end_load()
 
 
 def host_copies(group: Group) -> dict[int, Tensor]:

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from training import digest
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError, OffloadError, SizeError, _native
+from stagehand_alloc._weights.groups import registry
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -247,6 +249,123 @@ def test_load_state_dict_reaches_the_host(model: Any) -> None:
 def test_load_state_dict_may_not_put_others_in_their_place(model: Any) -> None:
     with pytest.raises(OffloadError, match="assign=True"):
         model.load_state_dict(build().state_dict(), assign=True)
+
+
+# --- What fails half-way is over
+
+
+def holds(model: Any) -> list[int]:
+    """How many hold each group of the model."""
+    return [group.native.open for group in registry.within([model])]
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def load_until_the_fourth_block(model: Any) -> None:
+    torch.manual_seed(77)
+    state = Model().state_dict()
+    model.layers[3].up._load_from_state_dict = fail
+    with pytest.raises(ZeroDivisionError):
+        model.load_state_dict(state)
+    del model.layers[3].up._load_from_state_dict
+
+
+def enter_a_pool(_: Any) -> None:
+    with stagehand_alloc.pool(high=8 * MIB):
+        pass
+
+
+def reside(model: Any) -> None:
+    with stagehand_alloc.resident(model.layers[6]):
+        pass
+
+
+THEN: dict[str, Callable[[Any], Any]] = {
+    "pool": enter_a_pool,
+    "forward": lambda model: model(tokens(0)),
+    "resident": reside,
+    "restore": stagehand_alloc.restore,
+}
+
+
+@pytest.mark.parametrize("then", THEN.values(), ids=THEN)
+def test_a_load_that_failed_is_over_at_the_next_use_and_keeps_what_it_loaded(
+    model: Any, then: Any
+) -> None:
+    other = build()
+    load_until_the_fourth_block(other)
+    load_until_the_fourth_block(model)
+    assert sum(holds(model)) == 1
+    then(model)
+    assert sum(holds(model)) == 0
+    _native.drop_weights(DEVICE)
+    assert digests(model) == digests(other)
+
+
+def test_a_load_goes_on_while_another_thread_enters_a_pool(model: Any) -> None:
+    torch.manual_seed(77)
+    other = Model()
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=enter_a_pool, args=[model])
+        thread.start()
+        thread.join()
+
+    model.layers[3].up.register_load_state_dict_pre_hook(meanwhile)
+    model.load_state_dict(other.state_dict())
+    assert sum(holds(model)) == 0
+    assert digests(model) == digests(other)
+
+
+def test_a_load_of_other_sizes_leaves_nothing_held(model: Any) -> None:
+    state = build().state_dict()
+    state["layers.3.up.weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state)
+    assert sum(holds(model)) == 0
+
+
+def test_a_dropped_models_weights_stay_whole_until_a_load_that_failed_is_over() -> None:
+    model = stagehand_alloc.offload(build())
+    load_until_the_fourth_block(model)
+    weight = model.layers[3].up.weight
+    expected = digest(build().layers[3].up.weight)
+    del model
+    gc.collect()
+    assert digest(weight) == expected
+    enter_a_pool(None)
+    with pytest.raises(RuntimeError, match="is on the host"):
+        weight.sum()
+
+
+def test_resident_that_fails_at_its_second_block_leaves_nothing_held(model: Any, gpu: Any) -> None:
+    _native.drop_weights(DEVICE)
+    gpu.fail("cuMemcpyHtoDAsync", nth=2)
+    with pytest.raises(RuntimeError), stagehand_alloc.resident(model.layers[0], model.layers[5]):
+        pass
+    assert sum(holds(model)) == 0
+    assert digest(model(tokens(0))) == digest(build()(tokens(0)))
+
+
+def test_the_end_of_resident_that_fails_for_one_block_leaves_the_others_too(
+    model: Any, gpu: Any
+) -> None:
+    def write() -> None:
+        with stagehand_alloc.resident(*model.layers[:3]):
+            for layer in model.layers[:3]:
+                layer.up.weight.data.mul_(0.5)
+            gpu.fail("cuMemcpyDtoHAsync", nth=2)
+
+    with pytest.raises(RuntimeError, match="driver"):
+        write()
+    assert sum(holds(model)) == 0
+    _native.drop_weights(DEVICE)
+    written = build()
+    for layer in (written.layers[0], written.layers[2]):
+        layer.up.weight.data.mul_(0.5)
+    assert digests(model) == digests(written)
 
 
 # --- Bad input
