@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.sizes import format_bytes
-from stagehand_alloc._weights.blocks import Weight
+from stagehand_alloc._weights.blocks import Weight, storage_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,7 +91,7 @@ class Group:
         self.names = [weight.name for weight in weights]
         self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
         self._versions = self._version()
-        self.storages = [int(weight.tensor.untyped_storage()._cdata) for weight in weights]
+        self.storages = [storage_of(weight.tensor) for weight in weights]
         self.native = native.WeightGroup(
             device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
         )
@@ -165,6 +165,7 @@ class Group:
         """The block is a block like any other."""
         for handle in self._handles:
             handle.remove()
+        self._parameters = []  # torch.utils.swap_tensors wants no weak references to them
 
     def _version(self) -> int:
         alive = [p for one in self._parameters if (p := one()) is not None]
@@ -263,7 +264,7 @@ class Registry:
 
     def of_tensor(self, tensor: Tensor) -> list[Group]:
         """The group whose storage the tensor is over."""
-        storage = int(tensor.untyped_storage()._cdata)
+        storage = storage_of(tensor)
         groups = [group for groups in self._groups.values() for group in groups]
         return [group for group in groups if storage in group.storages]
 

@@ -17,9 +17,11 @@ from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 from stagehand_alloc._weights import blocks as _blocks
 from stagehand_alloc._weights import state as _state
-from stagehand_alloc._weights.groups import Group, end_cut_short, registry
+from stagehand_alloc._weights.groups import end_cut_short, registry
+from stagehand_alloc._weights.move import move
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     Model = TypeVar("Model", bound=nn.Module)
@@ -54,7 +56,8 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
     as the weights. Waits for the GPU. Called again for the same model it does nothing.
 
     Raises ConfigError where there are no blocks, OffloadError for a model or a torch that this
-    cannot be done with, or where the host has too little memory; then nothing has moved.
+    cannot be done with, or where the host has too little memory, and torch.OutOfMemoryError where
+    the GPU has. Then the model is where and what it was.
     """
     from torch import nn
 
@@ -81,14 +84,14 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             f"The {len(found)} blocks of {type(model).__name__} have no frozen weights.",
             "Freeze the base model first, as PEFT does: trained weights stay on the GPU.",
         )
-    _check_host(weights)
+    _check_host(weights, _target(index))
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         warn(
             "stagehand_alloc: offload() was given a compiled model: one program reads all blocks, "
             "and their weights are away.\n"
             "Compile the blocks instead: for block in model.layers: block.compile()."
         )
-    _move(model, found, weights, index)
+    _move(model, weights, index)
     return model
 
 
@@ -135,64 +138,48 @@ def _start(device: DeviceLike) -> int:
     return index
 
 
-def _check_host(weights: dict[str, list[_blocks.Weight]]) -> None:
-    wanted = sum(
-        -(-weight.tensor.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
-        for group in weights.values()
-        for weight in group
-    )
-    if wanted > (there := available_host_bytes()):
+def _target(index: int) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
+
+
+def _check_host(weights: dict[str, list[_blocks.Weight]], target: torch.device) -> None:
+    """Raise OffloadError where the host has too little memory for the pinned copies.
+
+    What is in plain host memory is there already, and goes block by block as its copy comes: one
+    block more, at the worst. A file that is mapped counts as available memory, and is no such.
+    """
+    copies = here = 0
+    for group in weights.values():
+        plain = 0
+        for storage in (weight.tensor.untyped_storage() for weight in group):
+            size = -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+            if storage.device.type == "cpu" and storage.device != target and storage.resizable():
+                plain += size
+            else:
+                copies += size
+        here = max(here, plain)
+    if copies + here > (there := available_host_bytes()):
         raise OffloadError(
-            f"The weights of {len(weights)} blocks need {format_bytes(wanted)} of host memory for "
-            f"good, and {format_bytes(there)} is available.",
+            f"The weights of {len(weights)} blocks need {format_bytes(copies + here)} more of host "
+            f"memory for good, and {format_bytes(there)} is available.",
             "Offload fewer blocks (blocks=...), quantize the model, or free host memory.",
         )
 
 
-def _move(
-    model: nn.Module,
-    found: dict[str, nn.Module],
-    weights: dict[str, list[_blocks.Weight]],
-    index: int,
-) -> None:
-    import torch
-
+def _move(model: nn.Module, weights: dict[str, list[_blocks.Weight]], index: int) -> None:
     nodes = [] if _install.is_simulated() else _driver.numa_nodes()
     node = nodes[index] if index < len(nodes) else -1
-    target = torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
-    made: list[Group] = []
     try:
-        for name, block in found.items():
-            if name not in weights:
-                continue
-            if any(weight.tensor.device != target for weight in weights[name]):
-                block.to(target)  # parameters stay the same objects; what is in them does not
-            fresh = _blocks.weights_of(model, {name: block}).get(name, [])
-            kept = {weight.name for weight in weights[name]}
-            made.append(Group(index, name, block, [one for one in fresh if one.name in kept], node))
-            registry.add(index, made[-1])
-        _move_rest(model, made, target)
-    except BaseException as error:
-        for group in made:
-            group.native.restore()
-            group.remove_hooks()
-            registry.remove(group)
-        if isinstance(error, ValueError) and "no host memory" in str(error):
-            raise OffloadError(
-                f"The host refused to pin the weights of {type(model).__name__}.",
-                "Raise the limit of locked memory (ulimit -l), or free host memory.",
-            ) from error
-        raise
+        made = move(model, weights, index, node, _target(index))
+    except ValueError as error:
+        if "no host memory" not in str(error):
+            raise
+        raise OffloadError(
+            f"The host refused to pin the weights of {type(model).__name__}.",
+            "Raise the limit of locked memory (ulimit -l), or free host memory.",
+        ) from error
     native.presume_weights(index, [group.native.id for group in made])
     for group in made:
         _state.follow(group)
-
-
-def _move_rest(model: nn.Module, made: list[Group], target: Any) -> None:
-    """What is in no block, and so stays, goes to the device too."""
-    for module in model.modules():
-        if registry.of(module) is None:
-            own = [*module._parameters.values(), *module._buffers.values()]
-            if any(tensor is not None and tensor.device != target for tensor in own):
-                move: Any = module._apply
-                move(lambda tensor: tensor.to(target), recurse=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError
+from stagehand_alloc._weights.blocks import storage_of
 from stagehand_alloc._weights.groups import Group
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def on_host(tensor: Any, copies: dict[int, Tensor]) -> Any:
         names, context = tensor.__tensor_flatten__()
         parts = {name: on_host(getattr(tensor, name), copies) for name in names}
         return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    found = copies.get(int(tensor.untyped_storage()._cdata))
+    found = copies.get(storage_of(tensor))
     if found is None:
         return tensor.detach()
     made = torch.empty(0, dtype=tensor.dtype)

@@ -22,6 +22,7 @@ from training import digest, evicting_everything, gradients, leaves_nothing
 
 import stagehand_alloc
 from stagehand_alloc import _native
+from stagehand_alloc._weights import offload as _offload
 from stagehand_alloc._weights.groups import registry
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -134,8 +135,10 @@ class Halved(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
-            return cls(*(func(part) for part in (args[0].once, args[0].twice)))
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.t.default, aten._to_copy.default):
+            parts = (args[0].once, args[0].twice)
+            return cls(*(func(part, *args[1:], **(kwargs or {})) for part in parts))
         whole = [one.once * one.twice if isinstance(one, Halved) else one for one in args]
         return func(*whole, **(kwargs or {}))
 
@@ -209,6 +212,21 @@ def test_tensor_subclasses_leave_with_all_their_storages() -> None:
     assert trained(model, stagehand_alloc.pool(high=10 * MIB)) == expected
     with pytest.raises(RuntimeError, match=r"'layers\.2\.up\.weight' is on the host"):
         model.layers[2].up.weight.once.sum()
+
+
+def test_tensor_subclasses_on_the_cpu_are_as_before_where_the_host_refuses_to_pin(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+    make = functools.partial(Model, block=HalvedBlock)
+    model = build(make)
+    weight = model.layers[0].up.weight
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    with pytest.raises(stagehand_alloc.OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert model.layers[0].up.weight is weight
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert trained(model) == plain(make)
 
 
 def test_compiled_blocks_are_plain_torchs_and_are_compiled_once() -> None:

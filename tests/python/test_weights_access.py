@@ -454,6 +454,86 @@ def test_the_driver_refusing_to_pin_moves_nothing(gpu: Any) -> None:
     assert trained(model) == plain()
 
 
+# The simulated GPU's tensors say that they are on the CPU. So are those of a model on the CPU, and to
+# torch `cpu:0` is somewhere else, which copies.
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models come from the CPU, and move."""
+    from stagehand_alloc._weights import offload as _offload
+
+    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_model_on_the_cpu_moves_and_is_plain_torchs() -> None:
+    model = stagehand_alloc.offload(build())
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == plain()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_model_on_the_cpu_needs_host_memory_for_one_block_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stagehand_alloc._weights import offload as _offload
+
+    monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB // 4)
+    with pytest.raises(OffloadError, match=r"need 515\.50 KiB more of host memory"):
+        stagehand_alloc.offload(build())
+    monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB)
+    stagehand_alloc.offload(build())
+
+
+def of_all(model: Any) -> list[tuple[Any, ...]]:
+    return [(name, id(p), digest(p), p.device) for name, p in model.named_parameters()]
+
+
+class Refusing(nn.Linear):
+    """Finds no room on the GPU."""
+
+    def _apply(self, *_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_model_on_the_cpu_is_as_before_where_the_host_refuses_to_pin(gpu: Any) -> None:
+    model = build()
+    before = of_all(model)
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    with pytest.raises(OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert of_all(model) == before
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert trained(model) == plain()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("where", ["a block", "the rest"])
+def test_a_model_on_the_cpu_is_as_before_where_the_gpu_has_no_room(where: str) -> None:
+    model = build()
+    if where == "a block":
+        model.layers[4].last = Refusing(2, 2)
+    else:
+        model.last = Refusing(2, 2)
+    before = of_all(model)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        stagehand_alloc.offload(model)
+    assert of_all(model) == before
+    assert _native.weights(DEVICE)["bytes"] == 0
+
+
+def test_a_block_that_cannot_come_back_stays_offloaded_and_works(gpu: Any) -> None:
+    model = build()
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    gpu.fail("cuMemcpyHtoDAsync", nth=1, times=1)
+    with pytest.raises(OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert [group.name for group in registry.within([model])] == ["layers.1"]
+    assert digests(model) == digests(build())
+    assert trained(model) == plain()
+
+
 def test_what_is_shared_and_what_is_trained_stays() -> None:
     class Shared(Model):
         def __init__(self) -> None:
