@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import weakref
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
+
+_COPIES = ("__deepcopy__", "__reduce_ex__")  # what copy.deepcopy, pickle and torch.save call
 
 _thread = threading.local()
 _loading: dict[Group, None] = {}  # that a load_state_dict is inside of, on any thread
@@ -95,6 +98,8 @@ class Group:
         self.native = native.WeightGroup(
             device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
         )
+        for how in _COPIES:  # each looks at the object first
+            setattr(block, how, functools.partial(_refuse_copy, name))
         enter, leave = _hooks(self)
         self._handles: list[Any] = [
             block.register_forward_pre_hook(enter, prepend=True),
@@ -165,6 +170,9 @@ class Group:
         """The block is a block like any other."""
         for handle in self._handles:
             handle.remove()
+        if (block := self.block()) is not None:
+            for how in _COPIES:
+                vars(block).pop(how, None)
         self._parameters = []  # torch.utils.swap_tensors wants no weak references to them
 
     def _version(self) -> int:
@@ -183,6 +191,15 @@ class Group:
                     "Set requires_grad before stagehand_alloc.offload(model); "
                     "stagehand_alloc.restore(model) ends what there is.",
                 )
+
+
+def _refuse_copy(name: str, *_: Any) -> None:
+    """Instead of a module with the block's hooks, and so its group, and other weights."""
+    raise OffloadError(
+        f"The block {name!r} is offloaded, and cannot be copied or pickled.",
+        "Copy the model before stagehand_alloc.offload(model), or after "
+        "stagehand_alloc.restore(model). To save it, save model.state_dict().",
+    )
 
 
 def _hooks(group: Group) -> tuple[Any, Any]:

@@ -368,6 +368,55 @@ def test_the_end_of_resident_that_fails_for_one_block_leaves_the_others_too(
     assert digests(model) == digests(written)
 
 
+# --- Copies of the model
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda module: torch.save(module, io.BytesIO()),
+}
+
+
+class Direct(Block):
+    """Has a frozen parameter of its own, which a copy meets before any hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("which", ["model", "block"])
+def test_an_offloaded_model_cannot_be_copied_and_says_what_to_do(
+    make_copy: Any, which: str
+) -> None:
+    model = stagehand_alloc.offload(build(lambda: Model(block=Direct)))
+    copied = model if which == "model" else model.layers[2]
+    with pytest.raises(OffloadError, match="is offloaded, and cannot be copied") as raised:
+        make_copy(copied)
+    assert "stagehand_alloc.restore(model)" in str(raised.value)
+    with (
+        stagehand_alloc.resident(model),
+        pytest.raises(OffloadError, match="is offloaded, and cannot be copied"),
+    ):
+        make_copy(copied)
+    stagehand_alloc.restore(model)
+    make_copy(copied)
+    assert vars(model.layers[2]).keys() == vars(build(lambda: Model(block=Direct)).layers[2]).keys()
+
+
+def test_what_is_inside_of_a_block_is_copied_whole_in_resident(model: Any) -> None:
+    with stagehand_alloc.resident(model.layers[2]):
+        linear = copy.deepcopy(model.layers[2].up)
+    assert digest(linear.weight) == digest(build().layers[2].up.weight)
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert digest(model.state_dict()["layers.2.up.weight"]) == digest(build().layers[2].up.weight)
+
+
 # --- Bad input
 
 
@@ -454,8 +503,8 @@ def test_the_driver_refusing_to_pin_moves_nothing(gpu: Any) -> None:
     assert trained(model) == plain()
 
 
-# The simulated GPU's tensors say that they are on the CPU. So are those of a model on the CPU, and to
-# torch `cpu:0` is somewhere else, which copies.
+# The simulated GPU's tensors say that they are on the CPU, as those of a model on the CPU do. To
+# torch `cpu:0` is somewhere else, and it copies.
 
 
 @pytest.fixture
