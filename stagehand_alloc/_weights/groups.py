@@ -300,10 +300,14 @@ class Registry:
 
         if torch._C._current_graph_task_id() < 0:
             native.end_weights_here()
-        largest = max(groups, key=lambda group: group.bytes)
-        if largest.bytes > high:
+        # Backward holds the newest two it needed, in whatever order blocks run (`touch`); without
+        # gradients one is open at a time.
+        held = 2 if torch.is_grad_enabled() else 1
+        largest = sorted(groups, key=lambda group: group.bytes)[-held:]
+        if (wanted := sum(group.bytes for group in largest)) > high:
+            names = " and ".join(repr(group.name) for group in reversed(largest))
             raise SizeError(
-                f"The weights of the block {largest.name!r} are {format_bytes(largest.bytes)}, and "
+                f"The weights of {names} are {format_bytes(wanted)}, needed at once, and "
                 f"high is {format_bytes(high)}.",
                 "Raise high, or offload smaller blocks: offload(model, blocks=...).",
             )

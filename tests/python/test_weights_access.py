@@ -473,9 +473,23 @@ def test_some_blocks_are_offloaded_already(model: Any) -> None:
         stagehand_alloc.offload(model, blocks=["layers.0", "head"])
 
 
-def test_a_block_larger_than_the_budget(model: Any) -> None:
-    with pytest.raises(SizeError, match="The weights of the block"):
-        stagehand_alloc.pool(high=MIB // 4).__enter__()
+@pytest.mark.parametrize("share", [0.9, 1.9])  # of a block: backward holds two
+def test_blocks_larger_than_the_budget(model: Any, share: float) -> None:
+    block = _native.weights(DEVICE)["largest"]
+    with pytest.raises(
+        SizeError, match=r"The weights of 'layers.\d' and 'layers.\d' are 1\.01 MiB"
+    ):
+        stagehand_alloc.pool(high=int(share * block)).__enter__()
+    assert sum(holds(model)) == 0
+
+
+def test_without_gradients_one_block_has_to_fit(model: Any) -> None:
+    block = _native.weights(DEVICE)["largest"]
+    with torch.no_grad():
+        with stagehand_alloc.pool(high=int(1.1 * block)):
+            pass
+        with pytest.raises(SizeError, match=r"The weights of 'layers.\d' are 515.50 KiB"):
+            stagehand_alloc.pool(high=int(0.9 * block)).__enter__()
 
 
 def test_weights_that_ask_for_gradients_later(model: Any) -> None:
