@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from stagehand_alloc._errors import ConfigError, OffloadError
 from stagehand_alloc._settings.sizes import shown
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 _LISTED = 6  # lists of modules that an error names, at most
@@ -99,6 +101,11 @@ def weights_of(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list
                     taken.add(storage)
                     found[name].append(Weight(key, part))
     return {name: weights for name, weights in found.items() if weights}
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Of its parameters and buffers."""
+    return {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
 
 
 def _listed(module: nn.Module) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stagehand_alloc import _driver
@@ -50,7 +51,7 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             the CPU goes to ``device`` block by block, so that it is never there as a whole.
         blocks: what comes and goes as a whole. None: the entries of the model's outermost lists of
             modules of one class. Names, a regular expression for whole names, or modules.
-        device: default: the current CUDA device.
+        device: default: the GPU that the model is on, or the current CUDA device.
 
     The host copies are pinned, and stay until the model goes or `restore`: they take as many bytes
     as the weights. Waits for the GPU. Called again for the same model it does nothing.
@@ -77,13 +78,13 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             f"The block {min(offloaded)!r} is offloaded already, and {missing!r} is not.",
             "Call stagehand_alloc.restore(model) first.",
         )
-    index = _start(device)
     weights = _blocks.weights_of(model, found)
     if not weights:
         raise OffloadError(
             f"The {len(found)} blocks of {type(model).__name__} have no frozen weights.",
             "Freeze the base model first, as PEFT does: trained weights stay on the GPU.",
         )
+    index = _start(_one_gpu(_blocks.devices_of(model), device))
     _check_host(weights, _target(index))
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         warn(
@@ -111,6 +112,18 @@ def restore(model: nn.Module) -> None:
             )
         group.remove_hooks()
         registry.remove(group)
+
+
+def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
+    """Where a model goes that is on ``devices`` now. Raises OffloadError for several GPUs."""
+    gpus = {device for device in devices if device.type == "cuda"}
+    if len(gpus) > 1:
+        raise OffloadError(
+            f"The model is on {len(gpus)} GPUs: {', '.join(sorted(map(str, gpus)))}.",
+            "Put it on one of them, or leave it on the CPU: offload() moves it. One that is made "
+            'with device_map="auto" is split.',
+        )
+    return next(iter(gpus), None) if asked is None else asked
 
 
 def _start(device: DeviceLike) -> int:

@@ -468,6 +468,17 @@ def test_not_a_model() -> None:
         stagehand_alloc.offload(3)  # type: ignore[type-var]
 
 
+def test_a_model_goes_to_the_gpu_that_it_is_on_and_may_not_be_on_several() -> None:
+    from stagehand_alloc._weights.offload import _one_gpu
+
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    assert _one_gpu([cpu], None) is None
+    assert _one_gpu([cpu, second], None) == second
+    assert _one_gpu([cpu, second], 0) == 0
+    with pytest.raises(OffloadError, match=r"is on 2 GPUs: cuda:0, cuda:1"):
+        _one_gpu([cpu, first, second], None)
+
+
 def test_some_blocks_are_offloaded_already(model: Any) -> None:
     with pytest.raises(OffloadError, match="is offloaded already"):
         stagehand_alloc.offload(model, blocks=["layers.0", "head"])
