@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from lora import DEVICE, MIB, TOKENS, WIDTH, Block, Model, build, plain, tokens, trained, watched
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from training import digest, evicting_everything, gradients, leaves_nothing
 
 import stagehand_alloc
@@ -464,6 +466,84 @@ def test_the_graph_may_outlive_the_model() -> None:
     loss.backward()
     assert digest(hidden.grad) == wanted
     del loss
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def ddp_first() -> nn.Module:
+    return stagehand_alloc.offload(DDP(build()))
+
+
+def ddp_in_resident() -> nn.Module:
+    model = offloaded()
+    with stagehand_alloc.resident(model):
+        return DDP(model)
+
+
+def ddp_of_what_is_trained() -> nn.Module:
+    model = offloaded()
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    return DDP(model)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("both", [ddp_first, ddp_in_resident, ddp_of_what_is_trained])
+def test_ddp_trains_an_offloaded_model(both: Any) -> None:
+    model = both()
+    with watched() as seen:
+        assert trained(model, stagehand_alloc.pool(high=8 * MIB))[-1] == plain()[-1]
+    assert seen.weights["loads"] > 0
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_reads_the_weights_once_and_is_told_where_they_are() -> None:
+    model = offloaded()
+    with pytest.raises(RuntimeError, match=r"is on the host.*\n.*stagehand_alloc\.resident"):
+        DDP(model)
+
+
+@pytest.mark.parametrize("grad_in", ["the pool", "resident"])
+def test_a_gradient_of_gradients_is_plain_torchs(grad_in: str) -> None:
+    def run(model: Any, pool: Any, resident: Any) -> list[Any]:
+        found = []
+        trains = [p for p in model.parameters() if p.requires_grad]
+        for step in range(3):
+            with pool:
+                loss = model(tokens(step))
+                if grad_in == "the pool":
+                    first = torch.autograd.grad(loss, trains, create_graph=True)
+            with resident():
+                if grad_in == "resident":
+                    first = torch.autograd.grad(loss, trains, create_graph=True)
+                sum(one.square().sum() for one in first).backward()
+            found.append(gradients(model))
+            model.zero_grad()
+        return found
+
+    expected = run(build(), contextlib.nullcontext(), contextlib.nullcontext)
+    model = offloaded()
+    resident = contextlib.nullcontext
+    if grad_in == "resident":
+        resident = functools.partial(stagehand_alloc.resident, model)
+    assert run(model, stagehand_alloc.pool(high=16 * MIB), resident) == expected
+
+
+def test_a_gradient_of_gradients_that_finds_no_weights_raises() -> None:
+    model = offloaded()
+    with stagehand_alloc.pool(high=16 * MIB):
+        loss = model(tokens(0))
+    trains = [p for p in model.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, trains, create_graph=True)
+    with pytest.raises(RuntimeError, match="is on the host"):
+        sum(one.square().sum() for one in first).backward()
+    stagehand_alloc.restore(model)  # torch keeps the graph of gradients whose backward failed
 
 
 def test_the_driver_refusing_a_copy_leaves_the_books_whole(gpu: Any) -> None:
