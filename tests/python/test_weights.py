@@ -529,7 +529,7 @@ def test_a_gradient_of_gradients_is_plain_torchs(grad_in: str) -> None:
 
     expected = run(build(), contextlib.nullcontext(), contextlib.nullcontext)
     model = offloaded()
-    resident = contextlib.nullcontext
+    resident: Any = contextlib.nullcontext
     if grad_in == "resident":
         resident = functools.partial(stagehand_alloc.resident, model)
     assert run(model, stagehand_alloc.pool(high=16 * MIB), resident) == expected
