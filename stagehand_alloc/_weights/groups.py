@@ -25,7 +25,7 @@ FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
 _COPIES = ("__deepcopy__", "__reduce_ex__")  # what copy.deepcopy, pickle and torch.save call
 
 _thread = threading.local()
-_loading: dict[Group, None] = {}  # that a load_state_dict is inside of, on any thread
+_loading: set[Group] = set()  # that a load_state_dict is inside of, on any thread
 
 
 def inside() -> list[Group]:
@@ -140,16 +140,18 @@ class Group:
         """A load_state_dict writes to the weights. Raises as `enter` does."""
         self.end_load()  # one that was cut short
         self.native.enter(SAMPLING)
-        _loading[self] = None
+        _loading.add(self)
 
     def end_load(self) -> None:
         """It has ended, if it had begun; the host has what was loaded."""
-        if self in _loading:
-            del _loading[self]
-            try:
-                self.write_back()
-            finally:
-                self.native.leave()
+        try:
+            _loading.remove(self)
+        except KeyError:  # or another thread has seen that first
+            return
+        try:
+            self.write_back()
+        finally:
+            self.native.leave()
 
     def keep_changes(self) -> None:
         """What was written to a weight while it was at home is on the host too."""
