@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stagehand_alloc._errors import OffloadError
 from stagehand_alloc._extension import native
-from stagehand_alloc._weights.groups import SAMPLING, Group, registry
+from stagehand_alloc._weights.groups import SAMPLING, Group, end_cut_short, registry
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,18 +28,12 @@ def resident(*what: nn.Module | Tensor) -> Iterator[None]:
     On the current stream of this thread. What was written is on the host too once the ``with`` has
     ended, which waits for the GPU. Raises torch.OutOfMemoryError where they do not fit.
     """
-    held: list[Group] = []
-    try:
+    end_cut_short()
+    with contextlib.ExitStack() as held:  # whatever one raises, all of them leave
         for group in _groups(what):
             group.native.enter(SAMPLING)
-            held.append(group)
+            held.callback(_leave, group)
         yield
-    finally:
-        for group in reversed(held):
-            try:
-                group.write_back()
-            finally:
-                group.native.leave()
 
 
 def visit(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -68,6 +62,13 @@ def visit(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     stack.enter_context(resident(*([] if block is None else [block])))
                 inside = group
             yield name, parameter
+
+
+def _leave(group: Group) -> None:
+    try:
+        group.write_back()
+    finally:
+        group.native.leave()
 
 
 def _groups(what: tuple[nn.Module | Tensor, ...]) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from stagehand_alloc._errors import ConfigError, OffloadError
 from stagehand_alloc._settings.sizes import shown
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 _LISTED = 6  # lists of modules that an error names, at most
@@ -86,19 +88,24 @@ def weights_of(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list
                 continue
             _check(f"{name}.{key}" if name else key, tensor)
             frozen = key in module._parameters and not tensor.requires_grad
-            for part in _parts(tensor):
-                uses.setdefault(_storage(part), set()).add(owner if frozen else "")
+            for part in parts_of(tensor):
+                uses.setdefault(storage_of(part), set()).add(owner if frozen else "")
     found: dict[str, list[Weight]] = {}
     taken: set[int] = set()
     for name, block in blocks.items():
         found[name] = []
         for key, parameter in block.named_parameters(prefix=name):
-            for part in _parts(parameter):
-                storage = _storage(part)
+            for part in parts_of(parameter):
+                storage = storage_of(part)
                 if uses[storage] == {name} and storage not in taken and part.numel() > 0:
                     taken.add(storage)
                     found[name].append(Weight(key, part))
     return {name: weights for name, weights in found.items() if weights}
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Of its parameters and buffers."""
+    return {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
 
 
 def _listed(module: nn.Module) -> list[nn.Module]:
@@ -158,16 +165,17 @@ def _owner(name: str, blocks: dict[str, nn.Module]) -> str:
     return ""
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
+def parts_of(tensor: Any) -> Iterator[Tensor]:
     """The tensors with storages that make up a tensor: itself, or those of a torchao subclass."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        yield from parts_of(getattr(tensor, name))
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Names the tensor's storage, as long as it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 

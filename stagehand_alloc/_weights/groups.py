@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import weakref
@@ -13,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.sizes import format_bytes
-from stagehand_alloc._weights.blocks import Weight
+from stagehand_alloc._weights.blocks import Weight, storage_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
 
+_COPIES = ("__deepcopy__", "__reduce_ex__")  # what copy.deepcopy, pickle and torch.save call
+
 _thread = threading.local()
+_loading: set[Group] = set()  # that a load_state_dict is inside of, on any thread
 
 
 def inside() -> list[Group]:
@@ -33,23 +38,49 @@ def inside() -> list[Group]:
 
 def end_forwards(outer: int) -> None:
     """End all but the ``outer`` first of them: what was cut short tells nobody."""
-    while len(here := inside()) > outer:
-        here[-1].leave()
+    _leave(inside()[outer:])
 
 
 def end_cut_short() -> None:
-    """End those that no call on this thread's stack is inside of, as after a KeyboardInterrupt."""
+    """End what was begun and is over: forwards of this thread, and loads.
+
+    An exception out of `load_state_dict` tells no hook, and neither does a KeyboardInterrupt out of
+    a forward. Such a forward has no call on the stack; such a load, none on any thread's.
+    """
+    if _loading and not _load_runs():
+        with contextlib.ExitStack() as all_of_them:
+            for group in list(_loading):
+                all_of_them.callback(group.end_load)
     if not inside():
         return
     running = set()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if (module := frame.f_locals.get("self")) is not None:
-            running.add(id(module))
-        frame = frame.f_back
+    # Methods alone, and never this frame: before Python 3.13 `f_locals` is a copy that the frame
+    # keeps. Of this one it would be a cycle, and hold the groups that leave below.
+    for frame in _outward(sys._getframe(1)):
+        if frame.f_code.co_varnames[:1] == ("self",):
+            running.add(id(frame.f_locals.get("self")))
     over = [one for one in inside() if (block := one.block()) is None or id(block) not in running]
-    for group in over:
-        group.leave()
+    _leave(over)
+
+
+def _leave(groups: list[Group]) -> None:
+    with contextlib.ExitStack() as innermost_first:  # all of them, whatever one raises
+        for group in groups:
+            innermost_first.callback(group.leave)
+
+
+def _load_runs() -> bool:
+    from torch import nn
+
+    load = nn.Module.load_state_dict.__code__
+    # Not by a name: among them is this frame.
+    return any(f.f_code is load for one in sys._current_frames().values() for f in _outward(one))
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class Group:
@@ -63,11 +94,12 @@ class Group:
         self.names = [weight.name for weight in weights]
         self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
         self._versions = self._version()
-        self.loading = 0  # load_state_dict calls that are inside
-        self.storages = [int(weight.tensor.untyped_storage()._cdata) for weight in weights]
+        self.storages = [storage_of(weight.tensor) for weight in weights]
         self.native = native.WeightGroup(
             device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
         )
+        for how in _COPIES:  # each looks at the object first
+            setattr(block, how, functools.partial(_refuse_copy, name))
         enter, leave = _hooks(self)
         self._handles: list[Any] = [
             block.register_forward_pre_hook(enter, prepend=True),
@@ -84,6 +116,8 @@ class Group:
         import torch
 
         self._check_frozen()
+        if self in _loading:
+            end_cut_short()
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again
             self.native.touch()
             self.native.enter(BACKWARD)
@@ -101,6 +135,23 @@ class Group:
                 self.keep_changes()
             finally:
                 self.native.leave()
+
+    def begin_load(self) -> None:
+        """A load_state_dict writes to the weights. Raises as `enter` does."""
+        self.end_load()  # one that was cut short
+        self.native.enter(SAMPLING)
+        _loading.add(self)
+
+    def end_load(self) -> None:
+        """It has ended, if it had begun; the host has what was loaded."""
+        try:
+            _loading.remove(self)
+        except KeyError:  # or another thread has seen that first
+            return
+        try:
+            self.write_back()
+        finally:
+            self.native.leave()
 
     def keep_changes(self) -> None:
         """What was written to a weight while it was at home is on the host too."""
@@ -121,6 +172,10 @@ class Group:
         """The block is a block like any other."""
         for handle in self._handles:
             handle.remove()
+        if (block := self.block()) is not None:
+            for how in _COPIES:
+                vars(block).pop(how, None)
+        self._parameters = []  # torch.utils.swap_tensors wants no weak references to them
 
     def _version(self) -> int:
         alive = [p for one in self._parameters if (p := one()) is not None]
@@ -138,6 +193,15 @@ class Group:
                     "Set requires_grad before stagehand_alloc.offload(model); "
                     "stagehand_alloc.restore(model) ends what there is.",
                 )
+
+
+def _refuse_copy(name: str, *_: Any) -> None:
+    """Instead of a module with the block's hooks, and so its group, and other weights."""
+    raise OffloadError(
+        f"The block {name!r} is offloaded, and cannot be copied or pickled.",
+        "Copy the model before stagehand_alloc.offload(model), or after "
+        "stagehand_alloc.restore(model). To save it, save model.state_dict().",
+    )
 
 
 def _hooks(group: Group) -> tuple[Any, Any]:
@@ -219,7 +283,7 @@ class Registry:
 
     def of_tensor(self, tensor: Tensor) -> list[Group]:
         """The group whose storage the tensor is over."""
-        storage = int(tensor.untyped_storage()._cdata)
+        storage = storage_of(tensor)
         groups = [group for groups in self._groups.values() for group in groups]
         return [group for group in groups if storage in group.storages]
 
@@ -238,10 +302,14 @@ class Registry:
 
         if torch._C._current_graph_task_id() < 0:
             native.end_weights_here()
-        largest = max(groups, key=lambda group: group.bytes)
-        if largest.bytes > high:
+        # Backward holds the newest two it needed, in whatever order blocks run (`touch`); without
+        # gradients one is open at a time.
+        held = 2 if torch.is_grad_enabled() else 1
+        largest = sorted(groups, key=lambda group: group.bytes)[-held:]
+        if (wanted := sum(group.bytes for group in largest)) > high:
+            names = " and ".join(repr(group.name) for group in reversed(largest))
             raise SizeError(
-                f"The weights of the block {largest.name!r} are {format_bytes(largest.bytes)}, and "
+                f"The weights of {names} are {format_bytes(wanted)}, needed at once, and "
                 f"high is {format_bytes(high)}.",
                 "Raise high, or offload smaller blocks: offload(model, blocks=...).",
             )

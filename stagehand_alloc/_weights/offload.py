@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stagehand_alloc import _driver
@@ -17,9 +18,11 @@ from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 from stagehand_alloc._weights import blocks as _blocks
 from stagehand_alloc._weights import state as _state
-from stagehand_alloc._weights.groups import Group, registry
+from stagehand_alloc._weights.groups import end_cut_short, registry
+from stagehand_alloc._weights.move import move
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     Model = TypeVar("Model", bound=nn.Module)
@@ -48,13 +51,14 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             the CPU goes to ``device`` block by block, so that it is never there as a whole.
         blocks: what comes and goes as a whole. None: the entries of the model's outermost lists of
             modules of one class. Names, a regular expression for whole names, or modules.
-        device: default: the current CUDA device.
+        device: default: the GPU that the model is on, or the current CUDA device.
 
     The host copies are pinned, and stay until the model goes or `restore`: they take as many bytes
     as the weights. Waits for the GPU. Called again for the same model it does nothing.
 
     Raises ConfigError where there are no blocks, OffloadError for a model or a torch that this
-    cannot be done with, or where the host has too little memory; then nothing has moved.
+    cannot be done with, or where the host has too little memory, and torch.OutOfMemoryError where
+    the GPU has. Then the model is where and what it was.
     """
     from torch import nn
 
@@ -74,21 +78,21 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             f"The block {min(offloaded)!r} is offloaded already, and {missing!r} is not.",
             "Call stagehand_alloc.restore(model) first.",
         )
-    index = _start(device)
     weights = _blocks.weights_of(model, found)
     if not weights:
         raise OffloadError(
             f"The {len(found)} blocks of {type(model).__name__} have no frozen weights.",
             "Freeze the base model first, as PEFT does: trained weights stay on the GPU.",
         )
-    _check_host(weights)
+    index = _start(_one_gpu(_blocks.devices_of(model), device))
+    _check_host(weights, _target(index))
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         warn(
             "stagehand_alloc: offload() was given a compiled model: one program reads all blocks, "
             "and their weights are away.\n"
             "Compile the blocks instead: for block in model.layers: block.compile()."
         )
-    _move(model, found, weights, index)
+    _move(model, weights, index)
     return model
 
 
@@ -98,6 +102,7 @@ def restore(model: nn.Module) -> None:
     Frees the host copies. Raises OffloadError inside of a forward or a `resident`, and
     torch.OutOfMemoryError where they do not fit; what has come back by then stays.
     """
+    end_cut_short()
     native.end_weights_here()
     for group in registry.within([model]):
         if not group.native.restore():
@@ -107,6 +112,18 @@ def restore(model: nn.Module) -> None:
             )
         group.remove_hooks()
         registry.remove(group)
+
+
+def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
+    """Where a model goes that is on ``devices`` now. Raises OffloadError for several GPUs."""
+    gpus = {device for device in devices if device.type == "cuda"}
+    if len(gpus) > 1:
+        raise OffloadError(
+            f"The model is on {len(gpus)} GPUs: {', '.join(sorted(map(str, gpus)))}.",
+            "Put it on one of them, or leave it on the CPU: offload() moves it. One that is made "
+            'with device_map="auto" is split.',
+        )
+    return next(iter(gpus), None) if asked is None else asked
 
 
 def _start(device: DeviceLike) -> int:
@@ -134,64 +151,48 @@ def _start(device: DeviceLike) -> int:
     return index
 
 
-def _check_host(weights: dict[str, list[_blocks.Weight]]) -> None:
-    wanted = sum(
-        -(-weight.tensor.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
-        for group in weights.values()
-        for weight in group
-    )
-    if wanted > (there := available_host_bytes()):
+def _target(index: int) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
+
+
+def _check_host(weights: dict[str, list[_blocks.Weight]], target: torch.device) -> None:
+    """Raise OffloadError where the host has too little memory for the pinned copies.
+
+    What is in plain host memory is there already, and goes block by block as its copy comes: one
+    block more, at the worst. A file that is mapped counts as available memory, and is no such.
+    """
+    copies = here = 0
+    for group in weights.values():
+        plain = 0
+        for storage in (weight.tensor.untyped_storage() for weight in group):
+            size = -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+            if storage.device.type == "cpu" and storage.device != target and storage.resizable():
+                plain += size
+            else:
+                copies += size
+        here = max(here, plain)
+    if copies + here > (there := available_host_bytes()):
         raise OffloadError(
-            f"The weights of {len(weights)} blocks need {format_bytes(wanted)} of host memory for "
-            f"good, and {format_bytes(there)} is available.",
+            f"The weights of {len(weights)} blocks need {format_bytes(copies + here)} more of host "
+            f"memory for good, and {format_bytes(there)} is available.",
             "Offload fewer blocks (blocks=...), quantize the model, or free host memory.",
         )
 
 
-def _move(
-    model: nn.Module,
-    found: dict[str, nn.Module],
-    weights: dict[str, list[_blocks.Weight]],
-    index: int,
-) -> None:
-    import torch
-
+def _move(model: nn.Module, weights: dict[str, list[_blocks.Weight]], index: int) -> None:
     nodes = [] if _install.is_simulated() else _driver.numa_nodes()
     node = nodes[index] if index < len(nodes) else -1
-    target = torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
-    made: list[Group] = []
     try:
-        for name, block in found.items():
-            if name not in weights:
-                continue
-            if any(weight.tensor.device != target for weight in weights[name]):
-                block.to(target)  # parameters stay the same objects; what is in them does not
-            fresh = _blocks.weights_of(model, {name: block}).get(name, [])
-            kept = {weight.name for weight in weights[name]}
-            made.append(Group(index, name, block, [one for one in fresh if one.name in kept], node))
-            registry.add(index, made[-1])
-        _move_rest(model, made, target)
-    except BaseException as error:
-        for group in made:
-            group.native.restore()
-            group.remove_hooks()
-            registry.remove(group)
-        if isinstance(error, ValueError) and "no host memory" in str(error):
-            raise OffloadError(
-                f"The host refused to pin the weights of {type(model).__name__}.",
-                "Raise the limit of locked memory (ulimit -l), or free host memory.",
-            ) from error
-        raise
+        made = move(model, weights, index, node, _target(index))
+    except ValueError as error:
+        if "no host memory" not in str(error):
+            raise
+        raise OffloadError(
+            f"The host refused to pin the weights of {type(model).__name__}.",
+            "Raise the limit of locked memory (ulimit -l), or free host memory.",
+        ) from error
     native.presume_weights(index, [group.native.id for group in made])
     for group in made:
         _state.follow(group)
-
-
-def _move_rest(model: nn.Module, made: list[Group], target: Any) -> None:
-    """What is in no block, and so stays, goes to the device too."""
-    for module in model.modules():
-        if registry.of(module) is None:
-            own = [*module._parameters.values(), *module._buffers.values()]
-            if any(tensor is not None and tensor.device != target for tensor in own):
-                move: Any = module._apply
-                move(lambda tensor: tensor.to(target), recurse=False)

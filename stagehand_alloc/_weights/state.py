@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError
-from stagehand_alloc._weights.groups import SAMPLING, Group
+from stagehand_alloc._weights.blocks import storage_of
+from stagehand_alloc._weights.groups import Group
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,8 +46,7 @@ class _Load:
                 f"offloaded block {self._group.name!r}.",
                 "Load without assign=True, or before stagehand_alloc.offload(model).",
             )
-        self._group.native.enter(SAMPLING)
-        self._group.loading += 1
+        self._group.begin_load()
 
 
 class _Loaded:
@@ -54,13 +54,7 @@ class _Loaded:
         self._group = group
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        group = self._group
-        while group.loading:
-            group.loading -= 1
-            try:
-                group.write_back()
-            finally:
-                group.native.leave()
+        self._group.end_load()
 
 
 def host_copies(group: Group) -> dict[int, Tensor]:
@@ -88,7 +82,7 @@ def on_host(tensor: Any, copies: dict[int, Tensor]) -> Any:
         names, context = tensor.__tensor_flatten__()
         parts = {name: on_host(getattr(tensor, name), copies) for name in names}
         return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    found = copies.get(int(tensor.untyped_storage()._cdata))
+    found = copies.get(storage_of(tensor))
     if found is None:
         return tensor.detach()
     made = torch.empty(0, dtype=tensor.dtype)

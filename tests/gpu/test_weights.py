@@ -128,6 +128,23 @@ def test_a_model_on_the_cpu_goes_block_by_block(torch_books: None) -> None:
     assert state["layers.3.up.weight"].device.type == "cpu"
 
 
+def test_a_model_that_finds_no_room_is_on_the_cpu_again(torch_books: None) -> None:
+    import stagehand_alloc
+    from stagehand_alloc import _native
+
+    class Refusing(nn.Linear):
+        def _apply(self, *_: Any, **__: Any) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+    model = build(device="cpu")
+    model.layers[4].last = Refusing(2, 2)
+    before = [(id(p), p.device, digest(p)) for p in model.parameters()]
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        stagehand_alloc.offload(model)
+    assert [(id(p), p.device, digest(p)) for p in model.parameters()] == before
+    assert _native.weights(0)["bytes"] == 0
+
+
 def test_a_weight_that_is_away_raises_and_the_context_lives(torch_books: None) -> None:
     import stagehand_alloc
 

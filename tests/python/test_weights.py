@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +19,13 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from lora import DEVICE, MIB, TOKENS, WIDTH, Block, Model, build, plain, tokens, trained, watched
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from training import digest, evicting_everything, gradients, leaves_nothing
 
 import stagehand_alloc
 from stagehand_alloc import _native
+from stagehand_alloc._weights import offload as _offload
+from stagehand_alloc._weights.groups import registry
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -132,8 +137,10 @@ class Halved(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
-            return cls(*(func(part) for part in (args[0].once, args[0].twice)))
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.t.default, aten._to_copy.default):
+            parts = (args[0].once, args[0].twice)
+            return cls(*(func(part, *args[1:], **(kwargs or {})) for part in parts))
         whole = [one.once * one.twice if isinstance(one, Halved) else one for one in args]
         return func(*whole, **(kwargs or {}))
 
@@ -207,6 +214,21 @@ def test_tensor_subclasses_leave_with_all_their_storages() -> None:
     assert trained(model, stagehand_alloc.pool(high=10 * MIB)) == expected
     with pytest.raises(RuntimeError, match=r"'layers\.2\.up\.weight' is on the host"):
         model.layers[2].up.weight.once.sum()
+
+
+def test_tensor_subclasses_on_the_cpu_are_as_before_where_the_host_refuses_to_pin(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+    make = functools.partial(Model, block=HalvedBlock)
+    model = build(make)
+    weight = model.layers[0].up.weight
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    with pytest.raises(stagehand_alloc.OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert model.layers[0].up.weight is weight
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert trained(model) == plain(make)
 
 
 def test_compiled_blocks_are_plain_torchs_and_are_compiled_once() -> None:
@@ -404,6 +426,32 @@ def test_a_backward_that_fails_leaves_nothing_held_after_the_next_entry() -> Non
     assert _native.weights(DEVICE)["home"] == 0
 
 
+def enter_a_pool(model: Any) -> None:
+    with stagehand_alloc.pool(high=7 * MIB):
+        pass
+
+
+@pytest.mark.xfail(strict=True, reason="windows of other threads are not ended")
+@pytest.mark.parametrize("then", [enter_a_pool, stagehand_alloc.restore])
+def test_a_backward_that_failed_on_another_thread_leaves_nothing_held(then: Any) -> None:
+    model = offloaded()
+    groups = registry.within([model])
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    with stagehand_alloc.pool(high=7 * MIB):
+        x = model.layers[0](hidden)
+        x.register_hook(lambda gradient: 1 / 0)
+        loss = model.layers[2](model.layers[1](x)).sum()
+    with ThreadPoolExecutor(1) as thread:  # as autograd has one for each GPU
+        try:
+            with pytest.raises(ZeroDivisionError):
+                thread.submit(loss.backward).result()
+            assert [group.native.open for group in groups[:3]] == [1, 1, 0]
+            then(model)
+            assert [group.native.open for group in groups] == [0] * 8
+        finally:
+            thread.submit(_native.end_weights_here).result()
+
+
 def test_the_graph_may_outlive_the_model() -> None:
     expected_model, model = build(), offloaded()
     batch = tokens(0)
@@ -418,6 +466,84 @@ def test_the_graph_may_outlive_the_model() -> None:
     loss.backward()
     assert digest(hidden.grad) == wanted
     del loss
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def ddp_first() -> nn.Module:
+    return stagehand_alloc.offload(DDP(build()))
+
+
+def ddp_in_resident() -> nn.Module:
+    model = offloaded()
+    with stagehand_alloc.resident(model):
+        return DDP(model)
+
+
+def ddp_of_what_is_trained() -> nn.Module:
+    model = offloaded()
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    return DDP(model)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("both", [ddp_first, ddp_in_resident, ddp_of_what_is_trained])
+def test_ddp_trains_an_offloaded_model(both: Any) -> None:
+    model = both()
+    with watched() as seen:
+        assert trained(model, stagehand_alloc.pool(high=8 * MIB))[-1] == plain()[-1]
+    assert seen.weights["loads"] > 0
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_reads_the_weights_once_and_is_told_where_they_are() -> None:
+    model = offloaded()
+    with pytest.raises(RuntimeError, match=r"is on the host.*\n.*stagehand_alloc\.resident"):
+        DDP(model)
+
+
+@pytest.mark.parametrize("grad_in", ["the pool", "resident"])
+def test_a_gradient_of_gradients_is_plain_torchs(grad_in: str) -> None:
+    def run(model: Any, pool: Any, resident: Any) -> list[Any]:
+        found = []
+        trains = [p for p in model.parameters() if p.requires_grad]
+        for step in range(3):
+            with pool:
+                loss = model(tokens(step))
+                if grad_in == "the pool":
+                    first = torch.autograd.grad(loss, trains, create_graph=True)
+            with resident():
+                if grad_in == "resident":
+                    first = torch.autograd.grad(loss, trains, create_graph=True)
+                sum(one.square().sum() for one in first).backward()
+            found.append(gradients(model))
+            model.zero_grad()
+        return found
+
+    expected = run(build(), contextlib.nullcontext(), contextlib.nullcontext)
+    model = offloaded()
+    resident: Any = contextlib.nullcontext
+    if grad_in == "resident":
+        resident = functools.partial(stagehand_alloc.resident, model)
+    assert run(model, stagehand_alloc.pool(high=16 * MIB), resident) == expected
+
+
+def test_a_gradient_of_gradients_that_finds_no_weights_raises() -> None:
+    model = offloaded()
+    with stagehand_alloc.pool(high=16 * MIB):
+        loss = model(tokens(0))
+    trains = [p for p in model.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, trains, create_graph=True)
+    with pytest.raises(RuntimeError, match="is on the host"):
+        sum(one.square().sum() for one in first).backward()
+    stagehand_alloc.restore(model)  # torch keeps the graph of gradients whose backward failed
 
 
 def test_the_driver_refusing_a_copy_leaves_the_books_whole(gpu: Any) -> None:
@@ -456,9 +582,13 @@ def test_an_interrupted_forward_of_a_dropped_model_leaves_nothing_held() -> None
     del model
     gc.collect()
     assert _native.weights(DEVICE)["bytes"] > 0  # the one that was interrupted
+    kept = nn.Linear(1, 1)
     with pool:
         pass
     assert _native.weights(DEVICE)["bytes"] == 0
+    gone = weakref.ref(kept)
+    del kept
+    assert gone() is None  # looking for who runs keeps nothing of who does
 
 
 def test_a_leaf_that_a_block_hands_on_gets_no_hooks() -> None:

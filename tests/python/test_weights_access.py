@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from training import digest
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError, OffloadError, SizeError, _native
+from stagehand_alloc._weights.groups import registry
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -249,6 +251,172 @@ def test_load_state_dict_may_not_put_others_in_their_place(model: Any) -> None:
         model.load_state_dict(build().state_dict(), assign=True)
 
 
+# --- What fails half-way is over
+
+
+def holds(model: Any) -> list[int]:
+    """How many hold each group of the model."""
+    return [group.native.open for group in registry.within([model])]
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def load_until_the_fourth_block(model: Any) -> None:
+    torch.manual_seed(77)
+    state = Model().state_dict()
+    model.layers[3].up._load_from_state_dict = fail
+    with pytest.raises(ZeroDivisionError):
+        model.load_state_dict(state)
+    del model.layers[3].up._load_from_state_dict
+
+
+def enter_a_pool(_: Any) -> None:
+    with stagehand_alloc.pool(high=8 * MIB):
+        pass
+
+
+def reside(model: Any) -> None:
+    with stagehand_alloc.resident(model.layers[6]):
+        pass
+
+
+THEN: dict[str, Callable[[Any], Any]] = {
+    "pool": enter_a_pool,
+    "forward": lambda model: model(tokens(0)),
+    "resident": reside,
+    "restore": stagehand_alloc.restore,
+}
+
+
+@pytest.mark.parametrize("then", THEN.values(), ids=THEN)
+def test_a_load_that_failed_is_over_at_the_next_use_and_keeps_what_it_loaded(
+    model: Any, then: Any
+) -> None:
+    other = build()
+    load_until_the_fourth_block(other)
+    load_until_the_fourth_block(model)
+    assert sum(holds(model)) == 1
+    then(model)
+    assert sum(holds(model)) == 0
+    _native.drop_weights(DEVICE)
+    assert digests(model) == digests(other)
+
+
+def test_a_load_goes_on_while_another_thread_enters_a_pool(model: Any) -> None:
+    torch.manual_seed(77)
+    other = Model()
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=enter_a_pool, args=[model])
+        thread.start()
+        thread.join()
+
+    model.layers[3].up.register_load_state_dict_pre_hook(meanwhile)
+    model.load_state_dict(other.state_dict())
+    assert sum(holds(model)) == 0
+    assert digests(model) == digests(other)
+
+
+def test_a_load_of_other_sizes_leaves_nothing_held(model: Any) -> None:
+    state = build().state_dict()
+    state["layers.3.up.weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state)
+    assert sum(holds(model)) == 0
+
+
+def test_a_dropped_models_weights_stay_whole_until_a_load_that_failed_is_over() -> None:
+    model = stagehand_alloc.offload(build())
+    load_until_the_fourth_block(model)
+    weight = model.layers[3].up.weight
+    expected = digest(build().layers[3].up.weight)
+    del model
+    gc.collect()
+    assert digest(weight) == expected
+    enter_a_pool(None)
+    with pytest.raises(RuntimeError, match="is on the host"):
+        weight.sum()
+
+
+def test_resident_that_fails_at_its_second_block_leaves_nothing_held(model: Any, gpu: Any) -> None:
+    _native.drop_weights(DEVICE)
+    gpu.fail("cuMemcpyHtoDAsync", nth=2)
+    with pytest.raises(RuntimeError), stagehand_alloc.resident(model.layers[0], model.layers[5]):
+        pass
+    assert sum(holds(model)) == 0
+    assert digest(model(tokens(0))) == digest(build()(tokens(0)))
+
+
+def test_the_end_of_resident_that_fails_for_one_block_leaves_the_others_too(
+    model: Any, gpu: Any
+) -> None:
+    def write() -> None:
+        with stagehand_alloc.resident(*model.layers[:3]):
+            for layer in model.layers[:3]:
+                layer.up.weight.data.mul_(0.5)
+            gpu.fail("cuMemcpyDtoHAsync", nth=2)
+
+    with pytest.raises(RuntimeError, match="driver"):
+        write()
+    assert sum(holds(model)) == 0
+    _native.drop_weights(DEVICE)
+    written = build()
+    for layer in (written.layers[0], written.layers[2]):
+        layer.up.weight.data.mul_(0.5)
+    assert digests(model) == digests(written)
+
+
+# --- Copies of the model
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda module: torch.save(module, io.BytesIO()),
+}
+
+
+class Direct(Block):
+    """Has a frozen parameter of its own, which a copy meets before any hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("which", ["model", "block"])
+def test_an_offloaded_model_cannot_be_copied_and_says_what_to_do(
+    make_copy: Any, which: str
+) -> None:
+    model = stagehand_alloc.offload(build(lambda: Model(block=Direct)))
+    copied = model if which == "model" else model.layers[2]
+    with pytest.raises(OffloadError, match="is offloaded, and cannot be copied") as raised:
+        make_copy(copied)
+    assert "stagehand_alloc.restore(model)" in str(raised.value)
+    with (
+        stagehand_alloc.resident(model),
+        pytest.raises(OffloadError, match="is offloaded, and cannot be copied"),
+    ):
+        make_copy(copied)
+    stagehand_alloc.restore(model)
+    make_copy(copied)
+    assert vars(model.layers[2]).keys() == vars(build(lambda: Model(block=Direct)).layers[2]).keys()
+
+
+def test_what_is_inside_of_a_block_is_copied_whole_in_resident(model: Any) -> None:
+    with stagehand_alloc.resident(model.layers[2]):
+        linear = copy.deepcopy(model.layers[2].up)
+    assert digest(linear.weight) == digest(build().layers[2].up.weight)
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert digest(model.state_dict()["layers.2.up.weight"]) == digest(build().layers[2].up.weight)
+
+
 # --- Bad input
 
 
@@ -300,14 +468,39 @@ def test_not_a_model() -> None:
         stagehand_alloc.offload(3)  # type: ignore[type-var]
 
 
+def test_a_model_goes_to_the_gpu_that_it_is_on_and_may_not_be_on_several() -> None:
+    from stagehand_alloc._weights.offload import _one_gpu
+
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    assert _one_gpu([cpu], None) is None
+    assert _one_gpu([cpu, second], None) == second
+    assert _one_gpu([cpu, second], 0) == 0
+    with pytest.raises(OffloadError, match=r"is on 2 GPUs: cuda:0, cuda:1"):
+        _one_gpu([cpu, first, second], None)
+
+
 def test_some_blocks_are_offloaded_already(model: Any) -> None:
     with pytest.raises(OffloadError, match="is offloaded already"):
         stagehand_alloc.offload(model, blocks=["layers.0", "head"])
 
 
-def test_a_block_larger_than_the_budget(model: Any) -> None:
-    with pytest.raises(SizeError, match="The weights of the block"):
-        stagehand_alloc.pool(high=MIB // 4).__enter__()
+@pytest.mark.parametrize("share", [0.9, 1.9])  # of a block: backward holds two
+def test_blocks_larger_than_the_budget(model: Any, share: float) -> None:
+    block = _native.weights(DEVICE)["largest"]
+    with pytest.raises(
+        SizeError, match=r"The weights of 'layers.\d' and 'layers.\d' are 1\.01 MiB"
+    ):
+        stagehand_alloc.pool(high=int(share * block)).__enter__()
+    assert sum(holds(model)) == 0
+
+
+def test_without_gradients_one_block_has_to_fit(model: Any) -> None:
+    block = _native.weights(DEVICE)["largest"]
+    with torch.no_grad():
+        with stagehand_alloc.pool(high=int(1.1 * block)):
+            pass
+        with pytest.raises(SizeError, match=r"The weights of 'layers.\d' are 515.50 KiB"):
+            stagehand_alloc.pool(high=int(0.9 * block)).__enter__()
 
 
 def test_weights_that_ask_for_gradients_later(model: Any) -> None:
@@ -331,6 +524,86 @@ def test_the_driver_refusing_to_pin_moves_nothing(gpu: Any) -> None:
     gpu.fail("cuMemHostRegister", nth=3, times=1)
     with pytest.raises(OffloadError, match="refused to pin"):
         stagehand_alloc.offload(model)
+    assert digests(model) == digests(build())
+    assert trained(model) == plain()
+
+
+# The simulated GPU's tensors say that they are on the CPU, as those of a model on the CPU do. To
+# torch `cpu:0` is somewhere else, and it copies.
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models come from the CPU, and move."""
+    from stagehand_alloc._weights import offload as _offload
+
+    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_model_on_the_cpu_moves_and_is_plain_torchs() -> None:
+    model = stagehand_alloc.offload(build())
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == plain()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_model_on_the_cpu_needs_host_memory_for_one_block_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stagehand_alloc._weights import offload as _offload
+
+    monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB // 4)
+    with pytest.raises(OffloadError, match=r"need 515\.50 KiB more of host memory"):
+        stagehand_alloc.offload(build())
+    monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB)
+    stagehand_alloc.offload(build())
+
+
+def of_all(model: Any) -> list[tuple[Any, ...]]:
+    return [(name, id(p), digest(p), p.device) for name, p in model.named_parameters()]
+
+
+class Refusing(nn.Linear):
+    """Finds no room on the GPU."""
+
+    def _apply(self, *_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_model_on_the_cpu_is_as_before_where_the_host_refuses_to_pin(gpu: Any) -> None:
+    model = build()
+    before = of_all(model)
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    with pytest.raises(OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert of_all(model) == before
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert trained(model) == plain()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("where", ["a block", "the rest"])
+def test_a_model_on_the_cpu_is_as_before_where_the_gpu_has_no_room(where: str) -> None:
+    model = build()
+    if where == "a block":
+        model.layers[4].last = Refusing(2, 2)
+    else:
+        model.last = Refusing(2, 2)
+    before = of_all(model)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        stagehand_alloc.offload(model)
+    assert of_all(model) == before
+    assert _native.weights(DEVICE)["bytes"] == 0
+
+
+def test_a_block_that_cannot_come_back_stays_offloaded_and_works(gpu: Any) -> None:
+    model = build()
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
+    gpu.fail("cuMemcpyHtoDAsync", nth=1, times=1)
+    with pytest.raises(OffloadError, match="refused to pin"):
+        stagehand_alloc.offload(model)
+    assert [group.name for group in registry.within([model])] == ["layers.1"]
     assert digests(model) == digests(build())
     assert trained(model) == plain()
 
