@@ -1,6 +1,6 @@
 """LoRA on a frozen GPT whose weights and activations share a budget that fits neither.
 
-    python benchmarks/weights.py [--out FILE] [--quick] [--mode native] [--mode allocator]
+    python benchmarks/weights.py [--out FILE] [--quick] [--mode native] [--only CASES]
 
 A GPT of width 4096 and 12 layers in bf16 (4.8 GB), frozen, with LoRA beside its linear layers; one
 sequence of 8192 tokens (9.6 GB saved), or of 1024. Every case is a process of its own and trains
@@ -406,48 +406,55 @@ def cases(modes: list[str], quick: bool) -> list[Case]:
 def bars(
     mode: str, found: dict[str, Result], rates: tuple[float, float], scale: float
 ) -> list[str]:
-    plain, short = found["plain 8192"], found["plain 1024"]
-    fits = found[f"{mode} all fits"]
+    """Of the cases that ran."""
+
+    def ran(*names: str) -> list[Result]:
+        cases = [found.get(name) for name in names]
+        there = [case for case in cases if case is not None and not case.error]
+        return there if len(there) == len(names) else []
+
+    lines = []
+    plain, fits = found["plain 8192"], found[f"{mode} all fits"]
     weights, group = fits.weights, fits.group
-    lines = [
+    lines += [
         bar("all fits, of plain", fits.step / plain.step, 1.01),
         bar("all fits, loads a step", fits.loads, 0),
     ]
     for high in (12, 10, 8):
-        one = found[f"{mode} {high}"]
-        least = bound(high / scale, plain, weights, group, rates)
-        if high == 12:
-            lines.append(bar("12 GB, of plain", one.step / plain.step, 1.03))
+        for one in ran(f"{mode} {high}"):
+            least = bound(high / scale, plain, weights, group, rates)
+            if high == 12:
+                lines.append(bar("12 GB, of plain", one.step / plain.step, 1.03))
+            lines += [
+                bar(f"{high} GB, of the bound", one.step / least.ms, 1.07),
+                bar(f"{high} GB, GB over high", one.overshoot / GB, 0),
+                bar(f"{high} GB, host waits a step", one.host_waits, 0),
+                bar(f"{high} GB, reserved of high", one.reserved / (high / scale * GB), 1.02),
+                bar(f"{high} GB, first step of a later", one.first / one.step, 1.5),
+            ]
+    if cases := ran(f"{mode} 1024 at 4", "plain 1024"):
+        one, short = cases
+        least = bound(4 / scale, short, weights, group, rates)
         lines += [
-            bar(f"{high} GB, of the bound", one.step / least.ms, 1.07),
-            bar(f"{high} GB, GB over high", one.overshoot / GB, 0),
-            bar(f"{high} GB, host waits a step", one.host_waits, 0),
-            bar(f"{high} GB, reserved of high", one.reserved / (high / scale * GB), 1.02),
+            bar("1024 tokens at 4 GB, of bytes / link", one.step / (one.h2d / rates[0]), 1.10),
+            bar("1024 tokens at 4 GB, bytes of what must come", one.h2d / least.h2d, 1.03),
         ]
-    one = found[f"{mode} 1024 at 4"]
-    least = bound(4 / scale, short, weights, group, rates)
-    ring, marked = found["ring checkpoint"], found[f"{mode} checkpoint 4"]
-    activations = found[f"{mode} activations 12"]
-    lines += [
-        bar("1024 tokens at 4 GB, of bytes / link", one.step / max(1e-9, one.h2d / rates[0]), 1.10),
-        bar("1024 tokens at 4 GB, bytes of what must come", one.h2d / max(1.0, least.h2d), 1.03),
-        bar("checkpointing in both, of ring of two", marked.step / ring.step, 1.00),
-        bar(
-            "12 GB without checkpointing, of ring of two",
-            found[f"{mode} 12"].step / ring.step,
-            0.75,
-        ),
-        bar("12 GB, of activations alone", found[f"{mode} 12"].step / activations.step, 1.0),
-    ]
-    same = [f"{mode} all fits", *(f"{mode} {high}" for high in (12, 10, 8))]
-    wrong = [name for name in same if found[name].digests != plain.digests]
-    wrong += [f"{mode} 1024 at 4"] if one.digests != short.digests else []
-    checkpointed = found["plain checkpoint"].digests
-    wrong += [r.name for r in (marked, ring) if r.digests != checkpointed]
-    lines.append(
-        f"{'MISS' if wrong else 'ok  '} bitwise plain torch's: {', '.join(wrong) or 'all'}"
-    )
-    return lines
+    if cases := ran(f"{mode} checkpoint 4", "ring checkpoint"):
+        lines.append(bar("checkpointing, of ring of two", cases[0].step / cases[1].step, 1.00))
+    if cases := ran(f"{mode} 12", "ring checkpoint"):
+        lines.append(bar("12 GB, of ring of two", cases[0].step / cases[1].step, 0.75))
+    if cases := ran(f"{mode} 12", f"{mode} activations 12"):
+        lines.append(bar("12 GB, of activations alone", cases[0].step / cases[1].step, 1.0))
+    like = {
+        "plain 8192": [f"{mode} all fits", *(f"{mode} {high}" for high in (12, 10, 8))],
+        "plain 1024": [f"{mode} 1024 at 4"],
+        "plain checkpoint": [f"{mode} checkpoint 4", "ring checkpoint"],
+    }
+    pairs = [(name, ran(name, to)) for to, names in like.items() for name in names]
+    wrong = [name for name, pair in pairs if pair and pair[0].digests != pair[1].digests]
+    count = sum(1 for _, pair in pairs if pair)
+    text = ", ".join(wrong) or f"all {count}"
+    return [*lines, f"{'MISS' if wrong else 'ok  '} bitwise plain torch's: {text}"]
 
 
 def main() -> int:
@@ -455,6 +462,9 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--quick", action="store_true", help="a model of a sixteenth")
     parser.add_argument("--mode", action="append", choices=["native", "allocator"])
+    parser.add_argument(
+        "--only", help="cases, with commas: 12,8,1024 at 4; plain 8192 and all fits run anyway"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -467,7 +477,11 @@ def main() -> int:
     rates = link_rates()
     torch.cuda.empty_cache()
     found: dict[str, Result] = {}
+    only = arguments.only.split(",") if arguments.only else None
     for case in cases(modes, arguments.quick):
+        short = case.name.removeprefix("native ").removeprefix("allocator ")
+        if only is not None and short not in (*only, "plain 8192", "all fits"):
+            continue
         one = found[case.name] = in_a_process(case)
         print(
             f"{case.name:24} {one.error or ''}step {one.step:7.1f} ms  peak {one.peak / GB:6.2f}  "

@@ -30,6 +30,8 @@ struct WeightGroup {
 
 class Standing {
  public:
+  static constexpr std::size_t kAhead = 2;  // groups that come before they are used
+
   GroupId add(Bytes bytes, std::byte* host);
   // It is away, and nobody holds it: from here on nobody can. Its id is free once it is removed.
   void retire(GroupId id);
@@ -56,7 +58,6 @@ class Standing {
   const char* broken() const;
 
  private:
-  static constexpr std::size_t kAhead = 2;     // groups that come before they are used
   static constexpr std::size_t kMarks = 4096;  // of uses, by what was saved then
 
   struct Mark {

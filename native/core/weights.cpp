@@ -187,8 +187,11 @@ Bytes Weights::make_way(bool small_too, bool last) {
 
 Bytes Weights::make_way_for(Plan::Place record) {
   const GroupId farthest = standing_.empty() ? kNoGroup : standing_.farthest();
-  if (farthest == kNoGroup ||
-      standing_.order().distance(farthest) <= standing_.needed_in(record)) {
+  if (farthest == kNoGroup) {
+    return 0;
+  }
+  const std::uint32_t needed = standing_.needed_in(record);
+  if (needed > Standing::kAhead || standing_.order().distance(farthest) <= needed) {
     return 0;
   }
   put_away(standing_.at(farthest));

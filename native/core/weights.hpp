@@ -48,7 +48,7 @@ class Weights {
   // would leave else, or as the last that can leave at all. What it had; 0: none does.
   Bytes make_way(bool small_too, bool last = false);
   Bytes would_give(bool small_too, bool last = false);
-  // The same ahead of need, for a record of that place: a group that is needed later.
+  // The same ahead of need, for a record of that place that is needed soon: a group that is later.
   Bytes make_way_for(Plan::Place record);
   // A pool is entered: groups leave until no more than `most` is in use.
   void fit(Entry& entry, Bytes most);

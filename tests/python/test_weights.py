@@ -431,7 +431,6 @@ def enter_a_pool(model: Any) -> None:
         pass
 
 
-@pytest.mark.xfail(strict=True, reason="windows of other threads are not ended")
 @pytest.mark.parametrize("then", [enter_a_pool, stagehand_alloc.restore])
 def test_a_backward_that_failed_on_another_thread_leaves_nothing_held(then: Any) -> None:
     model = offloaded()
