@@ -42,7 +42,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 GB = 10**9
-WARM, STEPS = 4, 8
+WARM, STEPS = 16, 8
 MARK = "RESULT "
 
 
@@ -267,6 +267,9 @@ def run(case: Case) -> Result:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
+    # Libraries load, kernels too: with little of the model, and nothing saved.
+    with torch.no_grad():
+        model.layers[0](batch[:, :128])
     for i in range(3):  # compared
         took, loss = timed(forward)
         took += timed(loss.backward)[0]
@@ -468,7 +471,7 @@ def main() -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # else attention's backward is not
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False
         print(MARK + json.dumps(asdict(run(Case(**json.loads(arguments.case))))))

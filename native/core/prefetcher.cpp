@@ -160,6 +160,21 @@ void Prefetcher::overtake(std::vector<Wanted>& wanted) {
   }
 }
 
+// Weights that nobody holds are in nobody's way, up to `high`: there one leaves that is needed later.
+bool Prefetcher::room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied) {
+  if (!fits_under(*occupied - std::min(*occupied, d_.weights.idle_bytes()), bytes, room)) {
+    return false;
+  }
+  while (!fits_under(*occupied, bytes, std::max(room, d_.budget.high))) {
+    const Bytes left = d_.weights.make_way_for(record.place);
+    if (left == 0) {
+      return false;
+    }
+    *occupied -= std::min(*occupied, left);
+  }
+  return true;
+}
+
 // The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
 // also knows what the step needs for itself until the record is asked for: what was live then the
 // last time, and what is retained by then, must fit below the ceiling too. Where the
@@ -175,7 +190,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   Bytes occupied = d_.counters.occupied;
   // Beside that, when the record looked at is asked for: from here on what is there until then.
   Bytes there = measured ? d_.ahead : d_.counters.retained;
-  Bytes fullest = std::max(occupied, there + from_needed);
+  Bytes fullest = std::max(occupied - std::min(occupied, d_.weights.idle_bytes()), there + from_needed);
   const Bytes between = measured ? (d_.budget.high - d_.budget.low) / 2 : 0;
   const Bytes most = d_.budget.low + between;
   const Bytes room = most - std::min(most, reserve_);
@@ -199,12 +214,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       }
     } else if (can_come(one) && !one.copy.slabs.front()->pageable) {
       const Bytes bytes = d_.store->bytes_for(one);
-      const auto fits = [&] { return fits_under(occupied, bytes, room); };
-      for (Bytes left = 1; !fits() && left != 0;) {
-        left = d_.weights.make_way_for(one.place);
-        occupied -= std::min(occupied, left);
-      }
-      if (!fits() || (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
+      if (!room_for(one, bytes, room, &occupied) || (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
         break;
       }
       wanted->push_back({Ledger::id_of(one), bytes, i >= kReach});

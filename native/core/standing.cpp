@@ -77,20 +77,25 @@ GroupId Standing::farthest() const {
   return found;
 }
 
-GroupId Standing::next_ahead() const {
+GroupId Standing::next_ahead(bool* far) const {
   GroupId seen[kAhead];
   std::size_t count = 0;
+  bool forwards = true;  // so far
   for (const Use& use : order_.upcoming()) {
-    if (count == kAhead) {
+    forwards = forwards && use.kind != UseKind::backward;
+    *far = count == kAhead;
+    if (*far && !forwards) {
       break;
     }
-    if (std::find(seen, seen + count, use.group) != seen + count || !alive(use.group)) {
+    if (!alive(use.group)) {
       continue;
     }
     if (!groups_[use.group].home()) {
       return use.group;
     }
-    seen[count++] = use.group;
+    if (!*far && std::find(seen, seen + count, use.group) == seen + count) {
+      seen[count++] = use.group;
+    }
   }
   return kNoGroup;
 }

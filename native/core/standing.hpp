@@ -49,8 +49,9 @@ class Standing {
   // The group that leaves first: at home, not held, its next use the farthest; of several the
   // largest. kNoGroup without any.
   GroupId farthest() const;
-  // The nearest of the next few groups that is away; kNoGroup where all are home.
-  GroupId next_ahead() const;
+  // The nearest group that is away, of the next few or, until the next backward, of all: the link
+  // has nothing else to do then. kNoGroup where all are home. `far`: it is not of the next few.
+  GroupId next_ahead(bool* far) const;
   // In how many uses a record of that place is needed: when the group is, that it was saved in.
   std::uint32_t needed_in(Plan::Place place) const;
 

@@ -90,14 +90,16 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
 }
 
 void Weights::bring_ahead(Entry& entry, driver::Stream stream) {
-  GroupId id = standing_.next_ahead();
-  while (id != kNoGroup && bring_next(entry, id, stream)) {
-    id = standing_.next_ahead();
+  bool far = false;
+  GroupId id = standing_.next_ahead(&far);
+  while (id != kNoGroup && bring_next(entry, id, far, stream)) {
+    id = standing_.next_ahead(&far);
   }
-  lacks_room_.store(id != kNoGroup, std::memory_order_relaxed);
+  lacks_room_.store(id != kNoGroup && !far, std::memory_order_relaxed);
 }
 
-bool Weights::bring_next(Entry& entry, GroupId id, driver::Stream stream) {
+// For what is far no record leaves.
+bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream) {
   if (d_.transfers.in().full()) {
     return false;
   }
@@ -112,7 +114,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, driver::Stream stream) {
     if (last != kNoGroup && order.distance(last) > order.distance(id)) {
       occupied -= std::min(occupied, standing_.at(last).bytes);
       put_away(standing_.at(last));
-    } else if (!record_leaves(id, &occupied)) {
+    } else if (far || !record_leaves(id, &occupied)) {
       return false;
     }
   }

@@ -62,7 +62,7 @@ class Weights {
   GroupId leaver(bool small_too, bool last);
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
-  bool bring_next(Entry& entry, GroupId id, driver::Stream stream);
+  bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
   void put_away(WeightGroup& group);
 
   Device& d_;

@@ -152,15 +152,30 @@ TEST("W3: what is held is no victim, and of the others the one that is needed la
   CHECK_EQ(model.standing.broken() == nullptr, true);
 }
 
-TEST("the next two groups that are away come ahead of need, and no further ones") {
+TEST("the next groups that are away come: in forward all until the first backward") {
   Model model(5);
+  bool far = true;
   model.home(0);
   model.standing.used({0, kForward}, {});
-  CHECK_EQ(model.standing.next_ahead(), 1);
+  CHECK_EQ(model.standing.next_ahead(&far), 1);
+  CHECK(!far);
   model.home(1);
-  CHECK_EQ(model.standing.next_ahead(), 2);
   model.home(2);
-  CHECK_EQ(model.standing.next_ahead(), kNoGroup);
+  CHECK_EQ(model.standing.next_ahead(&far), 3);
+  CHECK(far);
+}
+
+TEST("in backward only the next two groups come ahead of need: records come, too") {
+  Model model(5);
+  for (GroupId id = 0; id < 5; ++id) {
+    model.standing.used({id, kForward}, {});
+  }
+  bool far = true;
+  model.home(4);
+  CHECK_EQ(model.standing.next_ahead(&far), 3);
+  CHECK(!far);
+  model.home(3);
+  CHECK_EQ(model.standing.next_ahead(&far), kNoGroup);
 }
 
 TEST("a record is needed when the group is that it was saved in") {
