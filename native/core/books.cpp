@@ -23,7 +23,9 @@ void Books::hand_out(Block* block) {
 
 void Books::note_live() {
   if (d_.budget.armed) {
-    d_.plan.live(d_.live());
+    const Bytes live = d_.live();
+    d_.plan.live(live);
+    d_.weights.note_live(live);
   }
 }
 

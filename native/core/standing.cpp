@@ -46,9 +46,14 @@ void Standing::remove(GroupId id) {
 }
 
 bool Standing::used(Use use, Plan::Place saves) {
+  const Use before_it = order_.current();
   if (!order_.used(use)) {
     return false;
   }
+  if (alive(before_it.group)) {
+    groups_[before_it.group].beside[static_cast<std::size_t>(before_it.kind)] = beside_;
+  }
+  beside_ = 0;
   if (!marks_.empty() && before(saves, marks_.back().from)) {
     saves = marks_.back().from;  // the newest record is gone: places only grow
   }
@@ -98,6 +103,25 @@ GroupId Standing::next_ahead(bool* far) const {
     }
   }
   return kNoGroup;
+}
+
+Bytes Standing::needed_until(GroupId id) const {
+  const auto beside = [&](Use use) {
+    return alive(use.group) ? groups_[use.group].beside[static_cast<std::size_t>(use.kind)] : 0;
+  };
+  Bytes weights = groups_[id].bytes;
+  for (const WeightGroup& group : groups_) {
+    weights += group.holds > 0 ? group.bytes : 0;
+  }
+  Bytes most = beside(order_.current());
+  for (const Use& use : order_.upcoming()) {
+    if (use.group == id) {
+      break;
+    }
+    most = std::max(most, beside(use));
+    weights += alive(use.group) && groups_[use.group].may_leave() ? groups_[use.group].bytes : 0;
+  }
+  return weights + most;
 }
 
 std::uint32_t Standing::needed_in(Plan::Place place) const {

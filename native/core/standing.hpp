@@ -3,6 +3,7 @@
 // and its host copy never goes. Pure: no driver, no lock; core/weights.hpp acts on it.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <vector>
 
@@ -23,6 +24,7 @@ struct WeightGroup {
   std::uint32_t holds = 0;
   bool alive = false;
   bool ahead = false;  // came ahead of need, and was not used since
+  std::array<Bytes, 3> beside{};  // most that was live beside all weights in its last uses, by kind
 
   bool home() const { return block != nullptr; }
   bool may_leave() const { return home() && holds == 0; }
@@ -52,6 +54,11 @@ class Standing {
   // The nearest group that is away, of the next few or, until the next backward, of all: the link
   // has nothing else to do then. kNoGroup where all are home. `far`: it is not of the next few.
   GroupId next_ahead(bool* far) const;
+  // So much is live now beside all weights.
+  void live_beside(Bytes bytes) { beside_ = std::max(beside_, bytes); }
+  // What must be there until the group is used, itself too: what is held and what is used before
+  // it, and the most that is live beside them, as far as that is known from the last time.
+  Bytes needed_until(GroupId id) const;
   // In how many uses a record of that place is needed: when the group is, that it was saved in.
   std::uint32_t needed_in(Plan::Place place) const;
 
@@ -72,6 +79,7 @@ class Standing {
   Bytes bytes_ = 0;
   UseOrder order_;
   std::deque<Mark> marks_;
+  Bytes beside_ = 0;  // the most so far in the use that goes on
 };
 
 }  // namespace stagehand::core

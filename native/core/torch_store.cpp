@@ -279,6 +279,7 @@ void TorchStore::refresh() {
     const Bytes live = d_.live_of(peak, std::max(live_retained_, counters.retained));
     counters.live_peak = std::max(counters.live_peak, live);
     d_.plan.live(live);
+    d_.weights.note_live(live);
     d_.plan.occupied(peak, counters.mapped);
     if (counters.mapped > d_.budget.high) {
       d_.books.note_overshoot(live);

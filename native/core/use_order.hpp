@@ -43,6 +43,13 @@ class UseOrder {
   const std::vector<Use>& upcoming() const { return upcoming_; }
   // How many uses away the group's next is, 1 the nearest; kNever where none is expected.
   std::uint32_t distance(GroupId group) const { return at(next_, group); }
+  // Whether forward turns into backward, or back, before it is used again.
+  bool turns_before(GroupId group) const {
+    const std::uint32_t away = distance(group);
+    return away == kNever || past_.empty() || upcoming_[away - 1].kind != past_.back().kind;
+  }
+  // What is used now; of no group before the first.
+  Use current() const { return past_.empty() ? Use{} : past_.back(); }
   // The same of its next backward, which is when what it saved is needed.
   std::uint32_t backward_distance(GroupId group) const { return at(backward_, group); }
 

@@ -106,6 +106,9 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   d_.store->look();
   const Bytes high = std::min(d_.budget.high, d_.budget.limit);
   const Bytes bytes = standing_.at(id).bytes;
+  if (standing_.needed_until(id) > high) {
+    return false;  // it would have to leave again before it is used
+  }
   Bytes occupied = d_.counters.occupied;
   const Bytes before = occupied;
   while (!fits_under(occupied, bytes, high)) {
@@ -168,6 +171,10 @@ GroupId Weights::leaver(bool small_too, bool last) {
     return farthest;
   }
   const Record* record = d_.books.victims().last_needed(small_too);
+  if (record != nullptr && !d_.books.victims().leaves_free(*record) &&
+      standing_.order().turns_before(farthest)) {
+    return farthest;
+  }
   const bool sooner = record != nullptr && standing_.needed_in(record->place) >
                                                standing_.order().distance(farthest);
   return sooner ? kNoGroup : farthest;

@@ -6,6 +6,7 @@
 // Guarded by the device's lock. What takes an Entry may give it up.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "core/standing.hpp"
@@ -44,8 +45,17 @@ class Weights {
   // records that are, if they can for nothing: the others' copies begin.
   void bring_ahead(Entry& entry, driver::Stream stream);
 
+  // So much is live, of the weights what is held.
+  void note_live(Bytes live) {
+    if (!standing_.empty()) {
+      const Bytes held = home_bytes_ - idle_bytes_;
+      standing_.live_beside(live - std::min(live, held));
+    }
+  }
+
   // Walk 7. A request lacks room: a group leaves where it is needed no sooner than the record that
-  // would leave else, or as the last that can leave at all. What it had; 0: none does.
+  // would leave else; before one that has to be copied out also where it is not needed in what is
+  // left of this forward or backward; or as the last that can leave at all. What it had; 0: none.
   Bytes make_way(bool small_too, bool last = false);
   Bytes would_give(bool small_too, bool last = false);
   // The same ahead of need, for a record of that place that is needed soon: a group that is later.
