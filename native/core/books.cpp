@@ -32,7 +32,8 @@ void Books::note_live() {
 // Not told while a record comes back: it has its block then, and counts as away still.
 void Books::note_occupied() {
   if (d_.budget.armed) {
-    d_.plan.occupied(d_.counters.occupied, d_.counters.mapped);
+    const Bytes idle = d_.weights.idle_bytes();
+    d_.plan.occupied(d_.counters.occupied - idle, d_.counters.mapped - idle);
   }
 }
 

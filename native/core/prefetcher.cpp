@@ -225,6 +225,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       fullest = std::max(fullest, there + needed_after(one));
     }
   }
+  lacks_ = record != nullptr ? std::optional(record->place) : std::nullopt;
   if (!wanted->empty()) {
     overtake(*wanted);
   }

@@ -3,6 +3,7 @@
 // Guarded by the device's lock. What takes an Entry may give it up.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -27,6 +28,8 @@ class Prefetcher {
   void leave_more(Bytes bytes);
   // Something left: what was there ahead is to be looked at again.
   void look_again() { skip_ = 0; }
+  // The place of the next record that was not looked at, or lacked room, when it ran last.
+  const std::optional<Plan::Place>& lacks() const { return lacks_; }
   // A pool is entered.
   void begin_step();
   // Somebody was given a record that this copy fills, and may be waiting for it.
@@ -65,6 +68,7 @@ class Prefetcher {
   std::uint32_t step_ = 0;
   Bytes reserve_ = 0;  // room below `low` to leave; learned, and forgotten slowly
   unsigned turn_ = 0;
+  std::optional<Plan::Place> lacks_;
   Seq newest_ = 0;                 // of what was queued in turn
   Seq awaited_ = 0;                // the newest of those that somebody was given
   std::vector<Coming> coming_;     // scratch

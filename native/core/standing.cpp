@@ -82,16 +82,18 @@ GroupId Standing::farthest() const {
   return found;
 }
 
-GroupId Standing::next_ahead(bool* far) const {
+GroupId Standing::next_ahead(std::uint32_t record, bool* far) const {
   GroupId seen[kAhead];
   std::size_t count = 0;
+  std::uint32_t away = 0;
   bool forwards = true;  // so far
   for (const Use& use : order_.upcoming()) {
     forwards = forwards && use.kind != UseKind::backward;
     *far = count == kAhead;
-    if (*far && !forwards) {
+    if (*far && !forwards && away >= record) {
       break;
     }
+    ++away;
     if (!alive(use.group)) {
       continue;
     }

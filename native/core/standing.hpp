@@ -51,9 +51,10 @@ class Standing {
   // The group that leaves first: at home, not held, its next use the farthest; of several the
   // largest. kNoGroup without any.
   GroupId farthest() const;
-  // The nearest group that is away, of the next few or, until the next backward, of all: the link
-  // has nothing else to do then. kNoGroup where all are home. `far`: it is not of the next few.
-  GroupId next_ahead(bool* far) const;
+  // The nearest group that is away: of the next few, or before anything else that the link could
+  // bring: until the next backward, or the use in which a record that is away is needed. kNoGroup
+  // where all are home. `far`: it is not of the next few.
+  GroupId next_ahead(std::uint32_t record, bool* far) const;
   // So much is live now beside all weights.
   void live_beside(Bytes bytes) { beside_ = std::max(beside_, bytes); }
   // What must be there until the group is used, itself too: what is held and what is used before

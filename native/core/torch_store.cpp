@@ -280,7 +280,8 @@ void TorchStore::refresh() {
     counters.live_peak = std::max(counters.live_peak, live);
     d_.plan.live(live);
     d_.weights.note_live(live);
-    d_.plan.occupied(peak, counters.mapped);
+    const Bytes idle = d_.weights.idle_bytes();
+    d_.plan.occupied(peak - std::min(peak, idle), counters.mapped - idle);
     if (counters.mapped > d_.budget.high) {
       d_.books.note_overshoot(live);
     }

@@ -1,6 +1,7 @@
 #include "core/weights.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "core/check.hpp"
@@ -55,7 +56,8 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   return Status::ok;
 }
 
-// Into memory of the store's, on the lane. Another thread may have been quicker by then: then that
+// Into memory of the store's. On the lane of what is wanted now, ahead of need too: behind records
+// that came far ahead a block would wait for all of those. Another thread may have been quicker by then: then that
 // one's stays. On failure the group is away, and the books are as before (rule W5).
 Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead) {
   WeightGroup& group = standing_.at(id);
@@ -70,7 +72,7 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
     return Status::ok;
   }
   Tick arrived;
-  status = d_.transfers.copy_in(block, group.host, group.bytes, d_.transfers.in(!ahead), &arrived);
+  status = d_.transfers.copy_in(block, group.host, group.bytes, d_.transfers.in(true), &arrived);
   if (status != Status::ok) {
     d_.books.give_back(block);
     return status;
@@ -91,9 +93,13 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
 
 void Weights::bring_ahead(Entry& entry, driver::Stream stream) {
   bool far = false;
-  GroupId id = standing_.next_ahead(&far);
+  const auto next = [&] {
+    const std::optional<Plan::Place> record = d_.prefetcher.lacks();
+    return standing_.next_ahead(record ? standing_.needed_in(*record) : UseOrder::kNever, &far);
+  };
+  GroupId id = next();
   while (id != kNoGroup && bring_next(entry, id, far, stream)) {
-    id = standing_.next_ahead(&far);
+    id = next();
   }
   lacks_room_.store(id != kNoGroup && !far, std::memory_order_relaxed);
 }
@@ -104,7 +110,8 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
     return false;
   }
   d_.store->look();
-  const Bytes high = std::min(d_.budget.high, d_.budget.limit);
+  const bool beside = far && standing_.order().current().kind == UseKind::backward;
+  const Bytes high = beside ? d_.budget.low : std::min(d_.budget.high, d_.budget.limit);
   const Bytes bytes = standing_.at(id).bytes;
   if (standing_.needed_until(id) > high) {
     return false;  // it would have to leave again before it is used
@@ -114,7 +121,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   while (!fits_under(occupied, bytes, high)) {
     const GroupId last = standing_.farthest();
     const UseOrder& order = standing_.order();
-    if (last != kNoGroup && order.distance(last) > order.distance(id)) {
+    if (!beside && last != kNoGroup && order.distance(last) > order.distance(id)) {
       occupied -= std::min(occupied, standing_.at(last).bytes);
       put_away(standing_.at(last));
     } else if (far || !record_leaves(id, &occupied)) {
@@ -172,7 +179,8 @@ GroupId Weights::leaver(bool small_too, bool last) {
   }
   const Record* record = d_.books.victims().last_needed(small_too);
   if (record != nullptr && !d_.books.victims().leaves_free(*record) &&
-      standing_.order().turns_before(farthest)) {
+      standing_.order().turns_before(farthest) &&
+      standing_.order().distance(farthest) > 2 * Standing::kAhead) {
     return farthest;
   }
   const bool sooner = record != nullptr && standing_.needed_in(record->place) >

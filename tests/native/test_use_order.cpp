@@ -157,25 +157,27 @@ TEST("the next groups that are away come: in forward all until the first backwar
   bool far = true;
   model.home(0);
   model.standing.used({0, kForward}, {});
-  CHECK_EQ(model.standing.next_ahead(&far), 1);
+  CHECK_EQ(model.standing.next_ahead(0, &far), 1);
   CHECK(!far);
   model.home(1);
   model.home(2);
-  CHECK_EQ(model.standing.next_ahead(&far), 3);
+  CHECK_EQ(model.standing.next_ahead(0, &far), 3);
   CHECK(far);
 }
 
-TEST("in backward only the next two groups come ahead of need: records come, too") {
+TEST("in backward what is needed before the records that are away comes, and else the next two") {
   Model model(5);
   for (GroupId id = 0; id < 5; ++id) {
     model.standing.used({id, kForward}, {});
   }
   bool far = true;
   model.home(4);
-  CHECK_EQ(model.standing.next_ahead(&far), 3);
+  CHECK_EQ(model.standing.next_ahead(2, &far), 3);
   CHECK(!far);
   model.home(3);
-  CHECK_EQ(model.standing.next_ahead(&far), kNoGroup);
+  CHECK_EQ(model.standing.next_ahead(2, &far), kNoGroup);
+  CHECK_EQ(model.standing.next_ahead(3, &far), 2);
+  CHECK(far);
 }
 
 TEST("a record is needed when the group is that it was saved in") {
