@@ -128,8 +128,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
 bool Weights::record_leaves(GroupId id, Bytes* occupied) {
   VictimIndex& victims = d_.books.victims();
   Record* record = victims.last_needed(false);
-  if (record == nullptr ||
-      standing_.needed_in(record->place) <= standing_.order().distance(id)) {
+  if (record == nullptr || standing_.needed_in(record->place) <= standing_.order().distance(id)) {
     return false;
   }
   if (!victims.leaves_free(*record)) {
@@ -168,8 +167,8 @@ GroupId Weights::leaver(bool small_too, bool last) {
     return farthest;
   }
   const Record* record = d_.books.victims().last_needed(small_too);
-  const bool sooner = record != nullptr && standing_.needed_in(record->place) >
-                                               standing_.order().distance(farthest);
+  const bool sooner = record != nullptr &&
+                      standing_.needed_in(record->place) > standing_.order().distance(farthest);
   return sooner ? kNoGroup : farthest;
 }
 
@@ -201,6 +200,9 @@ Bytes Weights::make_way_for(Plan::Place record) {
 }
 
 void Weights::fit(Entry& entry, Bytes most) {
+  if (standing_.empty()) {
+    return;
+  }
   d_.store->look();
   Bytes occupied = d_.counters.occupied;
   while (occupied > most) {
@@ -243,9 +245,8 @@ const char* Weights::broken() const {
       return "W3: a weight group is held and away";
     }
   }
-  return home == home_bytes_ && idle == idle_bytes_
-             ? standing_.broken()
-             : "W10: the weights at home are miscounted";
+  return home == home_bytes_ && idle == idle_bytes_ ? standing_.broken()
+                                                    : "W10: the weights at home are miscounted";
 }
 
 }  // namespace stagehand::core
