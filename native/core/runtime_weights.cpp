@@ -98,11 +98,14 @@ Status Runtime::write_in(std::span<const Copy> copies, driver::Stream stream) {
     status = lane.queue(copies);
   }
   Tick arrived;
-  const Status recorded = lane.clock().record(&arrived);
-  if (recorded != Status::ok) {
-    return recorded;
+  Status ordered = lane.clock().record(&arrived);
+  if (ordered == Status::ok) {
+    ordered = d_.clocks.order_after(clock, arrived);
   }
-  const Status ordered = d_.clocks.order_after(clock, arrived);
+  if (status == Status::ok && ordered == Status::ok) {
+    return Status::ok;
+  }
+  d_.room.wait_for_gpu(entry);  // the caller gives the memory up: nothing may be written there then
   return status != Status::ok ? status : ordered;
 }
 

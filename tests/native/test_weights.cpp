@@ -319,6 +319,25 @@ TEST("W2: memory of a group is used again behind all streams that used the group
   });
 }
 
+TEST("a write of which the driver refuses the end writes nothing after it has returned") {
+  CoreRig rig(kMachine);
+  const driver::Stream s = rig.stream();
+  const driver::Stream other = rig.stream();
+  std::vector<std::byte> host(kGroup);
+  CHECK(rig.runtime->pin(host.data(), host.size()));
+  const Tensor tensor = rig.make(kGroup, s);
+  rig.runtime->trim(0);  // waits
+  stagehand_sim_fail("cuEventRecord", 2, 1000, 2);
+  const Copy copy{tensor.address, host.data(), kGroup};
+  CHECK(rig.runtime->write_in({&copy, 1}, s) != Status::ok);
+  stagehand_sim_fail("cuEventRecord", 1, 0, 0);
+  rig.fill(tensor, other);
+  rig.check(tensor, other);
+  rig.drop(tensor);
+  rig.driver.host_unregister(host.data());
+  rig.verify();
+}
+
 TEST("a group in a CUDA graph's capture is refused, and nothing changes") {
   CoreRig rig(kMachine);
   Model model(rig, 1);
