@@ -23,7 +23,16 @@ void Runtime::remove_weights(GroupId id) {
   }
   d_.weights.drop(id);
   d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
-  d_.room.wait_for_gpu(entry);       // copies may read the host's
+  // Copies may read the host's. While a graph is captured the device is not waited for, but the
+  // lanes are in none.
+  if (!d_.room.wait_for_gpu(entry) && d_.gate.in_context()) {
+    const StreamPlace lanes[] = {d_.transfers.in(false).clock().place(),
+                                 d_.transfers.in(true).clock().place()};
+    const Unlocked unlocked(entry);
+    for (const StreamPlace& lane : lanes) {
+      synchronize(d_.gate.table(), lane);
+    }
+  }
   d_.weights.standing().remove(id);
 }
 
