@@ -160,7 +160,8 @@ void Prefetcher::overtake(std::vector<Wanted>& wanted) {
   }
 }
 
-// Weights that nobody holds are in nobody's way, up to `high`: there one leaves that is needed later.
+// Weights that nobody holds are in nobody's way, up to `high`: there one leaves that is needed
+// later.
 bool Prefetcher::room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied) {
   if (!fits_under(*occupied - std::min(*occupied, d_.weights.idle_bytes()), bytes, room)) {
     return false;
@@ -190,7 +191,8 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   Bytes occupied = d_.counters.occupied;
   // Beside that, when the record looked at is asked for: from here on what is there until then.
   Bytes there = measured ? d_.ahead : d_.counters.retained;
-  Bytes fullest = std::max(occupied - std::min(occupied, d_.weights.idle_bytes()), there + from_needed);
+  Bytes fullest =
+      std::max(occupied - std::min(occupied, d_.weights.idle_bytes()), there + from_needed);
   const Bytes between = measured ? (d_.budget.high - d_.budget.low) / 2 : 0;
   const Bytes most = d_.budget.low + between;
   const Bytes room = most - std::min(most, reserve_);
@@ -214,7 +216,8 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       }
     } else if (can_come(one) && !one.copy.slabs.front()->pageable) {
       const Bytes bytes = d_.store->bytes_for(one);
-      if (!room_for(one, bytes, room, &occupied) || (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
+      if (!room_for(one, bytes, room, &occupied) ||
+          (planned && !fits_under(fullest, bytes, d_.ceiling()))) {
         break;
       }
       wanted->push_back({Ledger::id_of(one), bytes, i >= kReach});

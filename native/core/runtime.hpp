@@ -174,7 +174,7 @@ class Runtime {
   // Copies out, behind the work queued on the streams, and waits for them. False: not all have
   // moved.
   bool read_out(std::span<const Copy> copies, std::span<const driver::Stream> streams);
-  // Copies in, behind and before the work queued on `stream`.
+  // Copies in, behind and before the work queued on `stream`. What has failed has ended, too.
   Status write_in(std::span<const Copy> copies, driver::Stream stream);
 
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting

@@ -85,7 +85,7 @@ void Runtime::set_budget(const Budget& budget) {
   d_.books.arm(budget);
   d_.weights.fit(entry, d_.budget.high);
   const Bytes occupied = d_.store->in_use();
-  d_.plan.begin_step(budget.high, occupied - std::min(occupied, d_.counters.retained));
+  d_.plan.begin_step(budget.high, d_.live_of(occupied, d_.counters.retained));
   d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
   look_for_recipes();
   d_.departures.begin_step(occupied);

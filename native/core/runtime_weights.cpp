@@ -23,7 +23,16 @@ void Runtime::remove_weights(GroupId id) {
   }
   d_.weights.drop(id);
   d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
-  d_.room.wait_for_gpu(entry);       // copies may read the host's
+  // Copies may read the host's. While a graph is captured the device is not waited for, but the
+  // lanes are in none.
+  if (!d_.room.wait_for_gpu(entry) && d_.gate.in_context()) {
+    const StreamPlace lanes[] = {d_.transfers.in(false).clock().place(),
+                                 d_.transfers.in(true).clock().place()};
+    const Unlocked unlocked(entry);
+    for (const StreamPlace& lane : lanes) {
+      synchronize(d_.gate.table(), lane);
+    }
+  }
   d_.weights.standing().remove(id);
 }
 
@@ -98,11 +107,14 @@ Status Runtime::write_in(std::span<const Copy> copies, driver::Stream stream) {
     status = lane.queue(copies);
   }
   Tick arrived;
-  const Status recorded = lane.clock().record(&arrived);
-  if (recorded != Status::ok) {
-    return recorded;
+  Status ordered = lane.clock().record(&arrived);
+  if (ordered == Status::ok) {
+    ordered = d_.clocks.order_after(clock, arrived);
   }
-  const Status ordered = d_.clocks.order_after(clock, arrived);
+  if (status == Status::ok && ordered == Status::ok) {
+    return Status::ok;
+  }
+  d_.room.wait_for_gpu(entry);  // the caller gives the memory up: nothing may be written there then
   return status != Status::ok ? status : ordered;
 }
 

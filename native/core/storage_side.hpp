@@ -35,7 +35,6 @@ struct StorageSide {
   void (*open)(void* storage, Address address) = nullptr;
   // Opens it over memory of torch's, its own from here on: where that is; 0 without any.
   Address (*open_alone)(void* storage) = nullptr;
-  std::uint32_t (*use_count)(void* storage) = nullptr;
 };
 
 }  // namespace stagehand::core

@@ -61,13 +61,8 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   take_stuck();
   if (!d_.budget.armed) {
     end_aside();
-    refresh();
-    // Weights stay below `high` between two steps too.
-    const Bytes request = std::max(OwnRequest::here(), kUnknownRequest);
-    const Bytes growth = cache_.growth_for(request);
-    const Bytes roof = roof_of_driver(growth, d_.ceiling());
-    if (!fits_under(d_.counters.mapped, growth, roof)) {
-      weights_make_way(request);
+    if (!d_.weights.standing().empty()) {
+      weights_stay_below_high();
     }
     return !due.storages.empty();
   }
@@ -100,6 +95,17 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   }
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
+}
+
+// Between two steps too.
+void TorchStore::weights_stay_below_high() {
+  refresh();
+  const Bytes request = std::max(OwnRequest::here(), kUnknownRequest);
+  const Bytes growth = cache_.growth_for(request);
+  const Bytes roof = roof_of_driver(growth, d_.ceiling());
+  if (!fits_under(d_.counters.mapped, growth, roof)) {
+    weights_make_way(request);
+  }
 }
 
 // Groups leave until so much of them has.

@@ -97,6 +97,7 @@ class TorchStore final : public Store {
   Block* adopt_made(const HeldStorage& held);
   Block* make_now(Entry& entry, Bytes bytes, driver::Stream stream, Status* status);
   Block* make_in_room(Entry& entry, Bytes bytes, driver::Stream stream, bool far);
+  void weights_stay_below_high();
   void weights_make_way(Bytes bytes);
   // Whose blocks torch hands out to this thread for work on `stream`.
   CacheMap::Owner owner_here(driver::Stream stream) const;

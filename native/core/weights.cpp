@@ -138,8 +138,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
 bool Weights::record_leaves(GroupId id, Bytes* occupied) {
   VictimIndex& victims = d_.books.victims();
   Record* record = victims.last_needed(false);
-  if (record == nullptr ||
-      standing_.needed_in(record->place) <= standing_.order().distance(id)) {
+  if (record == nullptr || standing_.needed_in(record->place) <= standing_.order().distance(id)) {
     return false;
   }
   if (!victims.leaves_free(*record)) {
@@ -178,13 +177,16 @@ GroupId Weights::leaver(bool small_too, bool last) {
     return farthest;
   }
   const Record* record = d_.books.victims().last_needed(small_too);
-  if (record != nullptr && !d_.books.victims().leaves_free(*record) &&
-      standing_.order().turns_before(farthest) &&
-      standing_.order().distance(farthest) > 2 * Standing::kAhead) {
+  if (record == nullptr) {
     return farthest;
   }
-  const bool sooner = record != nullptr && standing_.needed_in(record->place) >
-                                               standing_.order().distance(farthest);
+  const UseOrder& order = standing_.order();
+  const std::uint32_t away = order.distance(farthest);
+  if (!d_.books.victims().leaves_free(*record) && order.turns_before(farthest) &&
+      away > 2 * Standing::kAhead) {
+    return farthest;
+  }
+  const bool sooner = standing_.needed_in(record->place) > away;
   return sooner ? kNoGroup : farthest;
 }
 
@@ -216,6 +218,9 @@ Bytes Weights::make_way_for(Plan::Place record) {
 }
 
 void Weights::fit(Entry& entry, Bytes most) {
+  if (standing_.empty()) {
+    return;
+  }
   d_.store->look();
   Bytes occupied = d_.counters.occupied;
   while (occupied > most) {
@@ -258,9 +263,8 @@ const char* Weights::broken() const {
       return "W3: a weight group is held and away";
     }
   }
-  return home == home_bytes_ && idle == idle_bytes_
-             ? standing_.broken()
-             : "W10: the weights at home are miscounted";
+  return home == home_bytes_ && idle == idle_bytes_ ? standing_.broken()
+                                                    : "W10: the weights at home are miscounted";
 }
 
 }  // namespace stagehand::core

@@ -294,8 +294,9 @@ void WeightGroup::leave() {
 }
 
 void WeightGroup::more() const {
-  if (core::Runtime& engine = runtime(); engine.lacks_weights()) {
-    engine.more_weights(current_stream(place_));
+  core::Runtime* const engine = Registry::get().find(device_);  // null in a forked child
+  if (engine != nullptr && engine->lacks_weights()) {
+    engine->more_weights(current_stream(place_));
   }
 }
 
@@ -411,14 +412,6 @@ std::vector<std::pair<std::uintptr_t, Bytes>> WeightGroup::host() const {
   return found;
 }
 
-std::vector<std::uint32_t> WeightGroup::references() const {
-  std::vector<std::uint32_t> found;
-  for (const Held& one : held_) {
-    found.push_back(g_side->use_count(one.storage) - 1);
-  }
-  return found;
-}
-
 namespace {
 
 nb::dict weights(int device) {
@@ -470,7 +463,6 @@ void bind_weights(nb::module_& module) {
       .def("write_back", &WeightGroup::write_back)
       .def("restore", &WeightGroup::restore)
       .def("host", &WeightGroup::host)
-      .def("references", &WeightGroup::references)
       .def_prop_ro("id", &WeightGroup::id)
       .def_prop_ro("bytes", &WeightGroup::bytes)
       .def_prop_ro("open", &WeightGroup::open);

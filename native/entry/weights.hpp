@@ -62,8 +62,6 @@ class WeightGroup {
   std::uint32_t open() const { return open_; }
   // Where the host copies begin: of the tensors, in order. They live as long as the group.
   std::vector<std::pair<std::uintptr_t, core::Bytes>> host() const;
-  // How often each storage is referred to, beside this group.
-  std::vector<std::uint32_t> references() const;
 
  private:
   struct Held {

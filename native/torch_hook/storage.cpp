@@ -89,10 +89,6 @@ std::uint64_t open_alone(void* storage) {
   }
 }
 
-std::uint32_t use_count(void* storage) {
-  return c10::raw::intrusive_ptr::use_count(impl_of(storage));
-}
-
 constexpr const char* kTrialText = "stagehand_alloc: a trial";
 
 template <class F>
@@ -153,7 +149,6 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_storage_
     made.seal = &seal;
     made.open = &open;
     made.open_alone = &open_alone;
-    made.use_count = &use_count;
     return made;
   }();
   return &side;

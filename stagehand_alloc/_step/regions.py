@@ -60,7 +60,7 @@ def when_needed() -> tuple[AbstractContextManager[Any], AbstractContextManager[A
     function = _function_of(sys._getframe(1))
     call = native.Call(hooks[1], _name_of(function))
     call.collect()
-    return _First(call, hooks[0]), _Again(call, function)
+    return _First(call, hooks[0]), _Again(call, function, tuple(_groups.inside()))
 
 
 def checkpoint(
@@ -179,9 +179,10 @@ class _First:
 class _Again:
     """Around each re-run. torch's frame holds it, and the call holds that: so this one is weak."""
 
-    def __init__(self, call: Any, function: Any) -> None:
+    def __init__(self, call: Any, function: Any, weights: tuple[_groups.Group, ...]) -> None:
         self._call = weakref.ref(call)
         self._function = function
+        self._weights = weights  # of the blocks that it was called in
         self._running: contextlib.ExitStack | None = None
         self._capture: Any = None
 
@@ -204,7 +205,7 @@ class _Again:
             stack.callback(torch._C._set_graph_exec_group, outer)
             torch._C._set_graph_exec_group(None)
             _spare_buffers(self._function, stack)
-            _hold_weights(self._function, stack)
+            _hold_weights(self._weights, stack)
             stack.enter_context(saved_tensors_hooks(self._capture.pack, self._capture.unpack))
             self._running = stack.pop_all()
 
@@ -282,12 +283,11 @@ def _spare_buffers(function: Any, stack: contextlib.ExitStack) -> None:
             stack.callback(_end_spare, module, spared)
 
 
-def _hold_weights(function: Any, stack: contextlib.ExitStack) -> None:
-    """A re-run calls the forward of an offloaded block by itself, without the block's hooks."""
+def _hold_weights(weights: tuple[_groups.Group, ...], stack: contextlib.ExitStack) -> None:
+    """A re-run is outside of the blocks that the function was called in; others enter as ever."""
     stack.callback(_groups.end_forwards, len(_groups.inside()))
-    for group in {_groups.registry.of(module): None for module in _modules_of(function)}:
-        if group is not None:
-            group.enter()
+    for group in dict.fromkeys(weights):
+        group.enter()
 
 
 class _Spared:

@@ -93,7 +93,8 @@ class Group:
         self.block = weakref.ref(block)
         self.names = [weight.name for weight in weights]
         self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
-        self._versions = self._version()
+        self._adapters = [weakref.ref(m) for m in block.modules() if hasattr(m, "merged")]
+        self._written = self._writes()
         self.storages = [storage_of(weight.tensor) for weight in weights]
         self.native = native.WeightGroup(
             device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
@@ -155,14 +156,14 @@ class Group:
 
     def keep_changes(self) -> None:
         """What was written to a weight while it was at home is on the host too."""
-        if (now := self._version()) != self._versions:
+        if (now := self._writes()) != self._written:
             self.native.write_back()
-            self._versions = now
+            self._written = now
 
     def write_back(self) -> None:
         """The same, whether a change shows or not."""
         self.native.write_back()
-        self._versions = self._version()
+        self._written = self._writes()
 
     def add_handles(self, *handles: Any) -> None:
         """Of further hooks, which end with the others."""
@@ -177,9 +178,13 @@ class Group:
                 vars(block).pop(how, None)
         self._parameters = []  # torch.utils.swap_tensors wants no weak references to them
 
-    def _version(self) -> int:
+    def _writes(self) -> tuple[int, list[bool]]:
+        """What shows that weights were written to: versions, and which of PEFT's layers are merged,
+        since those write through ``.data``, which no version shows.
+        """
         alive = [p for one in self._parameters if (p := one()) is not None]
-        return sum(p._version for p in alive if not p.is_inference())
+        adapters = [bool(m.merged) for one in self._adapters if (m := one()) is not None]
+        return sum(p._version for p in alive if not p.is_inference()), adapters
 
     def _check_frozen(self) -> None:
         for one in self._parameters:

@@ -84,6 +84,7 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             f"The {len(found)} blocks of {type(model).__name__} have no frozen weights.",
             "Freeze the base model first, as PEFT does: trained weights stay on the GPU.",
         )
+    _check_not_offloaded(weights)
     index = _start(_one_gpu(_blocks.devices_of(model), device))
     _check_host(weights, _target(index))
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
@@ -112,6 +113,16 @@ def restore(model: nn.Module) -> None:
             )
         group.remove_hooks()
         registry.remove(group)
+
+
+def _check_not_offloaded(weights: dict[str, list[_blocks.Weight]]) -> None:
+    """Raise OffloadError where another model's block has one: two would have a copy of it each."""
+    for weight in (one for group in weights.values() for one in group):
+        if native.is_weight(weight.tensor):
+            raise OffloadError(
+                f"{weight.name!r} is offloaded already: it is a weight of another block, too.",
+                "Restore the model that has it first, or offload one module that holds both.",
+            )
 
 
 def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:

@@ -1,5 +1,6 @@
 // Weight groups on the simulated GPU: what the rules W2, W3, W5, W7 and W10 promise, under any
 // schedule; broken on purpose, the simulator finds it.
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -317,6 +318,50 @@ TEST("W2: memory of a group is used again behind all streams that used the group
     rig.check(next, s);
     rig.drop(next);
   });
+}
+
+TEST("a write of which the driver refuses the end writes nothing after it has returned") {
+  CoreRig rig(kMachine);
+  const driver::Stream s = rig.stream();
+  const driver::Stream other = rig.stream();
+  std::vector<std::byte> host(kGroup);
+  CHECK(rig.runtime->pin(host.data(), host.size()));
+  const Tensor tensor = rig.make(kGroup, s);
+  rig.runtime->trim(0);  // waits
+  stagehand_sim_fail("cuEventRecord", 2, 1000, 2);
+  const Copy copy{tensor.address, host.data(), kGroup};
+  CHECK(rig.runtime->write_in({&copy, 1}, s) != Status::ok);
+  stagehand_sim_fail("cuEventRecord", 1, 0, 0);
+  rig.fill(tensor, other);
+  rig.check(tensor, other);
+  rig.drop(tensor);
+  rig.driver.host_unregister(host.data());
+  rig.verify();
+}
+
+TEST("nothing reads the host copy of a group that ended while a graph is captured") {
+  CoreRig rig(kMachine);
+  const driver::Stream s = rig.stream();
+  const driver::Stream captured = rig.stream();
+  std::vector<std::byte> host(kGroup);
+  CHECK(rig.runtime->pin(host.data(), host.size()));
+  const Tensor tensor = rig.make(kGroup, s);
+  const Copy copy{tensor.address, host.data(), kGroup};
+  CHECK(rig.runtime->read_out({&copy, 1}, {&s, 1}));
+  const GroupId id = rig.runtime->add_weights(kGroup, host.data());
+  Address address = 0;
+  CHECK_EQ(rig.runtime->enter_weights(id, UseKind::forward, s, &address), Status::ok);
+  rig.check({address, kGroup, s, tensor.seed}, s);
+  rig.runtime->leave_weights(id);
+  stagehand_sim_capture(captured, 1);
+  rig.runtime->capture(1);
+  rig.runtime->remove_weights(id);
+  std::fill(host.begin(), host.end(), std::byte{0});
+  stagehand_sim_capture(captured, 0);
+  rig.runtime->capture(-1);
+  rig.drop(tensor);
+  rig.driver.host_unregister(host.data());
+  rig.verify();
 }
 
 TEST("a group in a CUDA graph's capture is refused, and nothing changes") {

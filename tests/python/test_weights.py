@@ -608,3 +608,30 @@ def test_a_leaf_that_a_block_hands_on_gets_no_hooks() -> None:
     model = stagehand_alloc.offload(Handing())
     model(torch.randn(TOKENS, WIDTH)).backward()
     assert not prompt._backward_hooks
+
+
+class Region(Model):
+    """One region over all blocks but the first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embedding(tokens))
+        x = stagehand_alloc.checkpoint(functools.partial(self.through, list(self.layers)[1:]), x)
+        return F.cross_entropy(self.head(x), tokens)
+
+    @staticmethod
+    def through(layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+def test_a_region_over_many_blocks_runs_again_with_few_of_them_at_home() -> None:
+    expected = plain(Region)
+    model = offloaded(Region)
+    home = []
+    for layer in model.layers:
+        layer.down.register_forward_hook(lambda *_: home.append(_native.weights(DEVICE)["home"]))
+    with evicting_everything():
+        assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == expected
+    assert len(home) > 4 * len(model.layers)
+    assert max(home) <= 3 * _native.weights(DEVICE)["largest"]

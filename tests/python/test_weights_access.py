@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -484,6 +485,17 @@ def test_some_blocks_are_offloaded_already(model: Any) -> None:
         stagehand_alloc.offload(model, blocks=["layers.0", "head"])
 
 
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_weight_of_two_models_is_offloaded_with_one_of_them(model: Any, at_home: bool) -> None:
+    other = build()
+    for mine, others in zip(model.layers, other.layers, strict=True):
+        others.up = mine.up
+    at = stagehand_alloc.resident(model) if at_home else contextlib.nullcontext()
+    with at, pytest.raises(OffloadError, match=r"'layers\.0\.up\.weight' is offloaded already"):
+        stagehand_alloc.offload(other)
+    assert digest(model(tokens(0))) == digest(build()(tokens(0)))
+
+
 @pytest.mark.parametrize("share", [0.9, 1.9])  # of a block: backward holds two
 def test_blocks_larger_than_the_budget(model: Any, share: float) -> None:
     block = _native.weights(DEVICE)["largest"]
@@ -633,3 +645,14 @@ def test_a_forked_child_is_told(model: Any) -> None:
             os._exit(0 if "forked" in str(error) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_that_is_forked_inside_of_a_pool_does_not_ask_the_engine(model: Any) -> None:
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    with stagehand_alloc.pool(high=8 * MIB), stagehand_alloc.resident(model):
+        child = os.fork()
+        if child == 0:
+            F.linear(x, model.layers[0].up.weight)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0

@@ -132,3 +132,27 @@ def test_a_dlpack_alias_of_a_weight_is_not_saved() -> None:
         with stagehand_alloc.pool(high=8 * MIB):
             model(tokens(0))
     stagehand_alloc.restore(model)
+
+
+def test_an_adapter_that_unmerges_in_forward_is_written_back() -> None:
+    class Adapter(Block):
+        """As PEFT does where adapters are disabled while they are merged."""
+
+        merged = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.merged:
+                self.up.weight.data -= 1.0
+                self.merged = False
+            return super().forward(x)
+
+    torch.manual_seed(4)
+    expected = Model(3, Adapter)
+    torch.manual_seed(4)
+    model = stagehand_alloc.offload(Model(3, Adapter))
+    with torch.no_grad():
+        first = [one(tokens(0)) for one in (expected, model)]
+        _native.drop_weights(DEVICE)
+        second = [one(tokens(0)) for one in (expected, model)]
+    assert torch.equal(*first) and torch.equal(*second)
+    stagehand_alloc.restore(model)
