@@ -127,6 +127,11 @@ def test_the_command_prints_a_table_or_json(
     (found,) = json.loads(capsys.readouterr().out)
     assert found["budgets"][0]["high"] == 8 * GIB
     assert found["budgets"][0]["settings"] == 'pool(high="8192MiB")'
+    numbers = ["--high", str(8 * GIB), "--link", "25000000000,20000000000"]
+    assert main(["advise", str(path), *numbers, "--json"]) == 0
+    (in_bytes,) = json.loads(capsys.readouterr().out)
+    assert in_bytes["budgets"][0]["high"] == 8 * GIB
+    assert (in_bytes["link"]["d2h"], in_bytes["link"]["h2d"]) == (25e9, 20e9)
     for wrong in (["--high", "much"], ["--link", "1GB/s,2GB/s,3GB/s"], ["--link", "fast"]):
         assert main(["advise", str(path), *wrong]) == 2
     assert main(["advise", str(tmp_path / "absent")]) == 2
