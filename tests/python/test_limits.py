@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -165,6 +169,64 @@ def test_a_signal_handler_asks_for_limits_while_its_thread_has_the_lock() -> Non
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert asked == [LaneLimits(3)] * 2
+
+
+class Handler:
+    """Runs `handle` at the nth bytecode of this thread that a signal could come at in `files`."""
+
+    def __init__(self, files: set[str], nth: int, handle: Callable[[], object]) -> None:
+        self.ran = False
+        self._files, self._left, self._handle = files, nth, handle
+
+    def __enter__(self) -> Handler:
+        sys.settrace(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self._files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                self.ran = True
+                self._handle()
+        return self._look
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("asks", [False, True], ids=["an entry", "a call of limits"])
+def test_limits_from_a_handler_are_in_force_at_once_wherever_it_comes(asks: bool) -> None:
+    files = {inspect.getfile(stagehand_alloc.Pool), inspect.getfile(type(process))}
+    pool, other = stagehand_alloc.pool(), stagehand_alloc.pool()
+    with pool:
+        pass
+    nth, ran = 0, True
+    while ran:
+        nth += 1
+        with other:  # whose limits are in force before
+            pass
+        pool.limits(max_inflight_d2h=1)
+        if asks:
+            with pool:
+                pass
+        ours = functools.partial(pool.limits, max_inflight_d2h=2 + nth)
+        with Handler(files, nth, ours) as handler:
+            if asks:
+                pool.limits(max_inflight_h2d=7)
+            else:
+                pool.__enter__()
+        ran, there = handler.ran, in_force()
+        assert pool.limits().for_native() == there, nth
+        if ran and not asks:
+            assert pool.limits().max_inflight_d2h == 2 + nth
+        if not asks:
+            pool.__exit__(None, None, None)
+    assert nth > 20
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[..., Any]) -> None:
