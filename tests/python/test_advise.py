@@ -84,14 +84,24 @@ def test_a_run_without_a_measured_step_is_refused() -> None:
 
 def test_what_can_be_made_again_sooner_is_dropped() -> None:
     known = known_step()
-    again = tuple((row[0], row[1], row[2], 100_000, *row[4:]) for row in known.records)
-    moving = _advice.advise(recorded(), [7 * GIB], SLOW).budgets[0]
-    dropping = _advice.advise(
-        recorded(known=type(known)(again, known.full, known.at_ns)), [7 * GIB], SLOW
-    ).budgets[0]
-    assert dropping.dropped > 0
-    assert dropping.step_ms < moving.step_ms
-    assert dropping.settings() == 'pool(high="7168MiB", recompute=model)'
+
+    def advised(*again: int) -> _advice.Advice:
+        rows = tuple((*row[:3], *again, *row[6:]) for row in known.records)
+        changed = type(known)(rows, known.full, known.at_ns)
+        return _advice.advise(recorded(known=changed), [7 * GIB], SLOW)
+
+    moving = _advice.advise(recorded(), [7 * GIB], SLOW)
+    assert "Of moving alone" in _advice.text(moving)
+    for again, settings in (
+        ((100_000, 0, 0), 'pool(high="7168MiB")'),  # by autograd's nodes: the default
+        ((0, 1, 100_000), 'pool(high="7168MiB", recompute=model)'),
+    ):
+        told = advised(*again)
+        (dropping,) = told.budgets
+        assert dropping.dropped > 0
+        assert dropping.step_ms < moving.budgets[0].step_ms
+        assert dropping.settings() == settings
+        assert "Of moving alone" not in _advice.text(told)
 
 
 @pytest.mark.parametrize(
