@@ -35,7 +35,6 @@ from harness import (
     RESULTS,
     Row,
     driver_version,
-    have_gpu,
     print_rows,
     refuse_without_gpu,
     write_result,
@@ -101,7 +100,7 @@ def place(simulated: bool) -> dict[str, Any]:
     """Where and with what a row was measured."""
     import torch
 
-    gpu = not simulated and have_gpu()
+    gpu = not simulated and torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if gpu else "simulated" if simulated else "CPU",
         "driver": driver_version(),

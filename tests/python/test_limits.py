@@ -235,6 +235,8 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[.
         import stagehand_alloc
         from stagehand_alloc import _driver, testing
         from stagehand_alloc._step.device import process
+        from stagehand_alloc._torch_side import install as _install
+        from stagehand_alloc._torch_side import modes as _modes
 
         testing.simulated_gpu(memory="64MiB")
         pool = stagehand_alloc.pool()
@@ -243,9 +245,11 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[.
         held, go = threading.Event(), threading.Event()
 
         def hold():
-            with process.lock, process.device(0).lock, process.device(0).steps._lock, _driver._lock:
-                held.set()
-                go.wait()
+            device = process.device(0)
+            with process.lock, device.lock, device.steps._lock, _driver._table.lock:
+                with _install._installed.lock, _modes._reached.lock:
+                    held.set()
+                    go.wait()
 
         thread = threading.Thread(target=hold)
         thread.start()
@@ -262,6 +266,9 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[.
                     pass
             process.device(0)
             _driver.start()
+            for lock in (_install._installed.lock, _modes._reached.lock):
+                with lock:
+                    pass
             pool.step_stats()
             os._exit(code)
         go.set()
