@@ -249,7 +249,7 @@ bench: gpu-build
 bench-workloads: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py $(BENCH)
 
-# What is promised to people: in under 4 minutes, each row written as it comes. PEOPLE="--only advise".
+# What is promised to people: in about 4 minutes, each row written as it comes. PEOPLE="--only advise".
 PEOPLE_OUT ?= benchmarks/results/people.json
 .PHONY: bench-people
 bench-people: gpu-build

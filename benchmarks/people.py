@@ -1,13 +1,13 @@
 """What is promised to people, measured: their stacks, telemetry's cost, advice, pages, the wheel.
 
-    python benchmarks/people.py [--only stacks,telemetry,advise,page,wheel,readme] [--simulated]
+    python benchmarks/people.py [--only telemetry,advise,stacks,page,wheel,readme] [--simulated]
                                 [--examples plain_loop,...] [--models gpt,...] [--out FILE]
 
 Writes benchmarks/results/people.json: rows of claim, value, bar and holds, each with the place and
 the sources it was measured with. What cannot be measured in one place is measured in another: a
 second call replaces the rows that it measures, and leaves the others. Rows are written as they
 come, so that a call that is cut short keeps what it has. Without --only, all that needs a GPU,
-in under 4 minutes (`make bench-people`); the page needs Chromium, and the wheel a network:
+in about 4 minutes (`make bench-people`); the page needs Chromium, and the wheel a network:
 
     python benchmarks/people.py --only page,wheel,readme
     python benchmarks/people.py --only stacks --examples trl_sft --simulated
@@ -42,7 +42,7 @@ from harness import (
 from source_hash import source_hash
 
 ROOT = FOLDER.parent
-ON_A_GPU = ("stacks", "telemetry", "advise")
+ON_A_GPU = ("telemetry", "advise", "stacks")
 ANYWHERE = ("page", "wheel", "readme")
 README_LINES = 130
 PAGE_TESTS = ("tests/python/test_report.py", "the_page_fits_its_window")

@@ -16,7 +16,7 @@ from harness import FOLDER, Row
 
 EXAMPLES = FOLDER.parent / "examples"
 LEARNING = 2  # optimizer steps in which a step's kind is new: without and with its state
-TIMEOUT_S = 100
+TIMEOUT_S = 150  # the first ones build libraries
 
 
 class MissingError(RuntimeError):

@@ -60,7 +60,7 @@ def telemetry(simulated: bool, pairs: int) -> Found:
 
             return bench.step(pool, end)
 
-        for _ in range(3 if simulated else 20):  # plans are made, and tried
+        for _ in range(3 if simulated else 12):  # plans are made, and tried
             timed("off"), timed("on")
         found: list[dict[str, float]] = []
         for at in range(pairs):
