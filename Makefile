@@ -243,11 +243,18 @@ bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/recompute.py
 	-PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/weights.py --out benchmarks/results/weights.json
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/people.py
 
 # What people train, alone: BENCH="--quick --only gpt,moe".
 .PHONY: bench-workloads
 bench-workloads: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py $(BENCH)
+
+# What is promised to people: in about 4 minutes, each row written as it comes. PEOPLE="--only advise".
+PEOPLE_OUT ?= benchmarks/results/people.json
+.PHONY: bench-people
+bench-people: gpu-build
+	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/people.py --out "$(PEOPLE_OUT)" $(PEOPLE)
 
 # ---- the engine on the simulated GPU, beside version 0.1: no GPU ---------------------------------
 .PHONY: bench-engine

@@ -206,8 +206,11 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def write_result(path: pathlib.Path, result: Mapping[str, Any]) -> None:
+    """In the place of what is there, at once: a call that is cut short leaves one or the other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    whole = path.with_name(path.name + ".new")
+    whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    whole.replace(path)
     print(f"written: {path}")
 
 

@@ -1,15 +1,17 @@
 """What is promised to people, measured: their stacks, telemetry's cost, advice, pages, the wheel.
 
-    python benchmarks/people.py [--only stacks,telemetry,advise,page,wheel,readme] [--simulated]
-                                [--examples plain_loop,...] [--out FILE]
+    python benchmarks/people.py [--only telemetry,advise,stacks,page,wheel,readme] [--simulated]
+                                [--examples plain_loop,...] [--models gpt,...] [--out FILE]
 
 Writes benchmarks/results/people.json: rows of claim, value, bar and holds, each with the place and
 the sources it was measured with. What cannot be measured in one place is measured in another: a
-second call replaces the rows that it measures, and leaves the others. Without --only, all that
-needs a GPU; the page needs Chromium, and the wheel a network:
+second call replaces the rows that it measures, and leaves the others. Rows are written as they
+come, so that a call that is cut short keeps what it has. Without --only, all that needs a GPU,
+in about 4 minutes (`make bench-people`); the page needs Chromium, and the wheel a network:
 
     python benchmarks/people.py --only page,wheel,readme
     python benchmarks/people.py --only stacks --examples trl_sft --simulated
+    python benchmarks/people.py --only advise --models llama
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import people_stacks
@@ -30,7 +35,6 @@ from harness import (
     RESULTS,
     Row,
     driver_version,
-    have_gpu,
     print_rows,
     refuse_without_gpu,
     write_result,
@@ -38,39 +42,51 @@ from harness import (
 from source_hash import source_hash
 
 ROOT = FOLDER.parent
-ON_A_GPU = ("stacks", "telemetry", "advise")
+ON_A_GPU = ("telemetry", "advise", "stacks")
 ANYWHERE = ("page", "wheel", "readme")
 README_LINES = 130
 PAGE_TESTS = ("tests/python/test_report.py", "the_page_fits_its_window")
 WIDTHS_AND_SCHEMES = 4  # 1280 and 390 px, light and dark
-JOBS = 4  # examples at once
+JOBS = max(2, min(8, (os.cpu_count() or 2) // 2))  # examples at once
+
+Found = Iterator[tuple[list[Row], dict[str, Any]]]
 
 
-def page() -> list[Row]:
+def page() -> Found:
     """The page's own tests, in Chromium: a skipped one is none."""
     path, expression = PAGE_TESTS
     done = _done(sys.executable, "-m", "pytest", "-q", str(ROOT / path), "-k", expression)
     passed = re.search(r"(\d+) passed", done.stdout)
     count = int(passed[1]) if passed and done.returncode == 0 else 0
     of = "the report page in Chromium at 1280 and 390 px, light and dark: no complaint, no scroll"
-    return [Row(of, count, at_least=WIDTHS_AND_SCHEMES)]
+    yield [Row(of, count, at_least=WIDTHS_AND_SCHEMES)], {}
 
 
-def wheel() -> list[Row]:
+def wheel() -> Found:
     """Built, and tried in an environment whose PATH has no compiler."""
     tool = str(ROOT / "tools" / "wheels.py")
     done = [_done(sys.executable, tool, verb, sys.executable) for verb in ("build", "try")]
     passed = all(one.returncode == 0 for one in done)
-    return [Row("the wheel's demo where there is no compiler", passed, at_least=1)]
+    yield [Row("the wheel's demo where there is no compiler", passed, at_least=1)], {}
 
 
-def readme() -> list[Row]:
+def readme() -> Found:
     lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
     figures = _done(sys.executable, str(ROOT / "tools" / "figures.py"), "--check")
-    return [
-        Row("README: lines", lines, at_most=README_LINES),
-        Row("README: every figure is of a results file", figures.returncode == 0, at_least=1),
-    ]
+    today = figures_sources() == source_hash()
+    yield (
+        [
+            Row("README: lines", lines, at_most=README_LINES),
+            Row("README: every figure is of a results file", figures.returncode == 0, at_least=1),
+            Row("README: that file is of the sources as they stand", today, at_least=1),
+        ],
+        {},
+    )
+
+
+def figures_sources() -> str:
+    """What sources README's figures were measured with."""
+    return str(json.loads((RESULTS / "recompute.json").read_text())["sources"])
 
 
 def _done(*words: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +100,7 @@ def place(simulated: bool) -> dict[str, Any]:
     """Where and with what a row was measured."""
     import torch
 
-    gpu = not simulated and have_gpu()
+    gpu = not simulated and torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if gpu else "simulated" if simulated else "CPU",
         "driver": driver_version(),
@@ -94,39 +110,55 @@ def place(simulated: bool) -> dict[str, Any]:
 
 
 def merged(old: dict[str, Any], rows: list[dict[str, Any]], raw: dict[str, Any]) -> dict[str, Any]:
-    """The rows of both, each claim once: the newer one, where the older stood."""
+    """The rows of both, each claim once: the newer one, where the older stood. Raw by section."""
     new = {row["claim"]: row for row in rows}
     kept = [new.pop(row["claim"], row) for row in old.get("rows", [])]
-    return {"rows": [*kept, *new.values()], "raw": {**old.get("raw", {}), **raw}}
+    was = old.get("raw", {})
+    parts = {name: {**was.get(name, {}), **part} for name, part in raw.items()}
+    return {"rows": [*kept, *new.values()], "raw": {**was, **parts}}
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Each section in turn; written after each, for the next may not end."""
-    stacks = options.examples.split(",") if options.examples else people_stacks.names()
-    for section in options.only:
-        raw: dict[str, Any] = {}
-        if section == "stacks":
-            rows, raw["stacks"] = people_stacks.rows(stacks, options.simulated, options.jobs)
-        elif section == "telemetry":
-            rows, raw[section] = people_steps.telemetry(options.simulated, options.pairs)
-        elif section == "advise":
-            models = people_steps.ADVISED[:1] if options.simulated else people_steps.ADVISED
-            rows, raw[section] = people_steps.advise(options.simulated, models)
-        else:
-            rows = {"page": page, "wheel": wheel, "readme": readme}[section]()
-        if not rows:
-            continue
-        print_rows(rows)
-        there = place(options.simulated and section in ON_A_GPU)
-        found = [{"section": section, **row.as_dict(), **there} for row in rows]
-        old = json.loads(options.out.read_text()) if options.out.exists() else {}
-        write_result(options.out, merged(old, found, raw))
+def found(section: str, options: argparse.Namespace) -> Found:
+    """Rows of a section as they come, and what they were made of."""
+    if section == "stacks":
+        names = options.examples.split(",") if options.examples else people_stacks.names()
+        return people_stacks.found(names, options.simulated, options.jobs)
+    if section == "telemetry":
+        return people_steps.telemetry(options.simulated, options.pairs)
+    if section == "advise":
+        models = people_steps.ADVISED[:1] if options.simulated else options.models.split(",")
+        return people_steps.advise(options.simulated, models)
+    return {"page": page, "wheel": wheel, "readme": readme}[section]()
+
+
+def measure(section: str, options: argparse.Namespace) -> bool:
+    """Whether it came to its end: where not, the other sections say what they can."""
+    try:
+        for rows, raw in found(section, options):
+            if rows:
+                write(section, rows, raw, options)
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+def write(section: str, rows: list[Row], raw: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print them, and put them beside those that are written."""
+    print_rows(rows)
+    there = place(options.simulated and section in ON_A_GPU)
+    new = [{"section": section, **row.as_dict(), **there} for row in rows]
+    old = json.loads(options.out.read_text()) if options.out.exists() else {}
+    write_result(options.out, merged(old, new, {section: raw} if raw else {}))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(ON_A_GPU))
     parser.add_argument("--examples", help="of the stacks, these")
+    parser.add_argument(
+        "--models", default=",".join(people_steps.ADVISED), help="that advise is asked of"
+    )
     parser.add_argument("--simulated", action="store_true", help="without a GPU")
     parser.add_argument("--pairs", type=int, default=60, help="of steps, for telemetry")
     parser.add_argument("--jobs", type=int, default=JOBS, help="examples at once")
@@ -141,8 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         if needs - {"stacks"}:  # the examples are processes of their own
             _use_gpu(stack, options.simulated)
-        measure(options)
-    return 0
+        failed = [section for section in options.only if not measure(section, options)]
+    if failed:
+        print(f"people.py: not measured to the end: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _use_gpu(stack: contextlib.ExitStack, simulated: bool) -> None:

@@ -8,14 +8,15 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from harness import FOLDER, Row
 
 EXAMPLES = FOLDER.parent / "examples"
 LEARNING = 2  # optimizer steps in which a step's kind is new: without and with its state
-TIMEOUT_S = 240
+TIMEOUT_S = 150  # the first ones build libraries
 
 
 class MissingError(RuntimeError):
@@ -26,11 +27,15 @@ def names() -> list[str]:
     return sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-def rows(only: list[str], simulated: bool, jobs: int) -> tuple[list[Row], dict[str, Any]]:
-    """Of the examples named, and what each of them said; where a library is missing, no row."""
+def found(
+    only: list[str], simulated: bool, jobs: int
+) -> Iterator[tuple[list[Row], dict[str, Any]]]:
+    """Rows of each example named as it ends, and what it said; where a library is missing, none."""
     with ThreadPoolExecutor(jobs) as threads:
-        found = dict(zip(only, threads.map(lambda name: _pair(name, simulated), only), strict=True))
-    return [row for name, pair in found.items() for row in _rows(name, pair)], found
+        pairs = {threads.submit(_pair, name, simulated): name for name in only}
+        for done in as_completed(pairs):
+            name, pair = pairs[done], done.result()
+            yield _rows(name, pair), {name: pair}
 
 
 def _pair(name: str, simulated: bool) -> dict[str, Any]:

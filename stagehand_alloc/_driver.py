@@ -34,8 +34,21 @@ _NO_DEVICE = (
     "stagehand_alloc.testing.simulated_gpu()."
 )
 
-_lock = threading.Lock()
-_started_in: int | None = None  # the process that filled the table
+
+class _Table:
+    """The extension's table of driver functions: who has filled it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.filled_in: int | None = None  # the process; guarded by the lock
+
+    def begin_child(self) -> None:
+        """After a fork: who may have held the lock is a thread of the parent's."""
+        self.lock = threading.Lock()
+
+
+_table = _Table()
+os.register_at_fork(after_in_child=_table.begin_child)
 
 
 @dataclass(frozen=True)
@@ -53,36 +66,26 @@ def start() -> None:
 
     Raises DriverNotFoundError, DriverTooOldError, ForkedError, or DriverError.
     """
-    global _started_in
-    with _lock:
-        if _started_in is None:
+    with _table.lock:
+        if _table.filled_in is None:
             version = _initialise()
             addresses = [_address(symbol, version) for symbol in native.driver_symbols()]
             native.install_driver(addresses)
-            _started_in = os.getpid()
+            _table.filled_in = os.getpid()
 
 
 def started() -> bool:
     """Whether `start` has succeeded, here or in the process this one was forked from."""
-    return _started_in is not None
+    return _table.filled_in is not None
 
 
 def check_process() -> None:
     """Raises ForkedError in a child of a process that already used the driver."""
-    if _started_in is not None and _started_in != os.getpid():
+    if _table.filled_in not in (None, os.getpid()):
         raise ForkedError(
-            f"Process {os.getpid()} was forked from {_started_in}, which already uses CUDA.",
+            f"Process {os.getpid()} was forked from {_table.filled_in}, which already uses CUDA.",
             'Start worker processes with torch.multiprocessing.set_start_method("spawn").',
         )
-
-
-def _begin_child() -> None:
-    """After a fork: who may have held the lock is a thread of the parent's."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_begin_child)
 
 
 def driver_version() -> int:

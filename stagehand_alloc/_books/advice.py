@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from stagehand_alloc._books.runs import Run
 from stagehand_alloc._books.shape import KnownStep
@@ -13,6 +14,8 @@ from stagehand_alloc._settings.sizes import format_bytes as size
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)  # of what a step needs with everything on the GPU
 _ROUND = 1 << 20
+_DROP = 2  # of native/core/planner.hpp
+_AGAIN_NS, _CALL = 3, 4  # of a record's fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,12 @@ class Advised:
     host: int
     """Pinned memory that the copies are in at once."""
 
+    runs_again: bool = False
+    """Some of what is dropped may come by a module that runs again."""
+
     def settings(self) -> str:
         """The pool that does this."""
-        recompute = ", recompute=model" if self.dropped else ""
+        recompute = ", recompute=model" if self.runs_again else ""
         return f'pool(high="{round(self.high / _ROUND)}MiB"{recompute})'
 
 
@@ -66,6 +72,8 @@ class Advice:
     measured_link: bool
     """By the run itself."""
     budgets: tuple[Advised, ...]
+    may_drop: bool
+    """The run measured what can be made again; else all that leaves is moved, in the forecast."""
 
 
 def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Advice:
@@ -108,6 +116,7 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
         link=link,
         measured_link=link == measured,
         budgets=tuple(_advised(known, high, link, plain_ms, least) for high in wanted),
+        may_drop=any(row[_AGAIN_NS] or row[_CALL] for row in known.records),
     )
 
 
@@ -125,10 +134,14 @@ def _advised(known: KnownStep, high: int, link: Link, plain_ms: float, least: in
         late_ms=late_ms,
         again_ms=again_ms,
         host=int(found["host"]),
+        runs_again=any(
+            fate == _DROP and row[_CALL] != 0
+            for fate, row in zip(found["fates"], known.records, strict=True)
+        ),
     )
 
 
-def _ask(known: KnownStep, high: int, link: Link) -> dict[str, int]:
+def _ask(known: KnownStep, high: int, link: Link) -> dict[str, Any]:
     return native.advise(
         known.records, known.full, known.at_ns, high, link.d2h / 1e9, link.h2d / 1e9
     )
@@ -164,6 +177,12 @@ def text(advice: Advice) -> str:
     told = [needs, carries, "", *table]
     if best is not None:
         told += ["", f"The smallest here that costs at most 5 %: {best.settings()}"]
+    if not advice.may_drop:
+        told += [
+            "",
+            "Of moving alone: this run did not measure what can be made again.",
+            "A pool drops that where it costs less, unless recompute=False: steps may be quicker.",
+        ]
     return "\n".join(told)
 
 

@@ -66,7 +66,23 @@ def find(run: Run) -> list[Finding]:
 
 def across(runs: Sequence[Run]) -> list[Finding]:
     """What only shows where ranks and devices stand side by side."""
-    timed = [run for run in runs if run.step_ms() > 0]
+    return [*_times_apart([run for run in runs if run.step_ms() > 0]), *_budgets_apart(runs)]
+
+
+def _budgets_apart(runs: Sequence[Run]) -> Iterator[Finding]:
+    highs = {run.name: int(run.last("high")) for run in runs}
+    if len(set(highs.values())) < 2:
+        return
+    least, most = min(highs, key=highs.__getitem__), max(highs, key=highs.__getitem__)
+    yield Finding(
+        "budgets_apart",
+        Level.HINT,
+        f"Budgets differ: {least} has {size(highs[least])} and {most} {size(highs[most])}.",
+        "Give all ranks the same high, unless one of them holds more than the others.",
+    )
+
+
+def _times_apart(timed: Sequence[Run]) -> list[Finding]:
     if len(timed) < 2:
         return []
     slowest = max(timed, key=Run.step_ms)

@@ -131,13 +131,14 @@ class PoolStats:
         evicted = f"{evictions} evictions ({size(self.evicted_bytes)})"
         restored = f"{self.restores + self.prefetches} restores ({size(self.restored_bytes)})"
         prefetched = f"{self.prefetch_hits} prefetched in time, {self.prefetch_lates} late"
+        dropped = f"{self.drops} dropped ({size(self.dropped_bytes)})"
         pinned = f"pinned {size(self.pinned_used_bytes)} of {size(self.pinned_bytes)} used"
         stalls = f"{self.stall_count} stalls ({self.stall_ns / 1e6:.1f} ms)"
         over = f"{size(self.overshoot_bytes)} over high"
         return (
             f"device {self.device}{way_in}: {memory}; {budget}\n"
             f"  {occupied}: {parts}; {over}\n"
-            f"  {saved}; {evicted}, {restored}, {prefetched}; plan {self.plan_state}\n"
+            f"  {saved}; {evicted}, {restored}, {prefetched}; {dropped}; plan {self.plan_state}\n"
             f"  {pinned} ({size(self.pinned_waste_bytes)} of it empty), "
             f"pageable {size(self.pageable_bytes)}; {self.host_waits} host waits, {stalls}"
         )

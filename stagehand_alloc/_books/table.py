@@ -78,5 +78,6 @@ def _totals(run: Run) -> str:
         f"{len(run.steps)} steps: peak {run.most('vram_peak_mb'):.1f} MiB, "
         f"spilled {run.total('spill_bytes') / MIB:.1f} MiB, "
         f"restored {run.total('restore_bytes') / MIB:.1f} MiB, "
+        f"dropped {run.total('dropped_bytes') / MIB:.1f} MiB, "
         f"stalled {run.total('stall_time_ms'):.1f} ms"
     )

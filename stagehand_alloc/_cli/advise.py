@@ -16,6 +16,7 @@ from stagehand_alloc._books.advice import Link
 from stagehand_alloc._books.runs import Run
 from stagehand_alloc._cli import link as _rates
 from stagehand_alloc._errors import DriverError, SizeError, TelemetryError
+from stagehand_alloc._settings.environment import number
 from stagehand_alloc._settings.sizes import parse_size
 
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print what each budget would cost. Raises StagehandError where the files say too little."""
     options = _parse(arguments)
     telemetry = _runs.read(options.files)
-    highs = [parse_size(text.strip(), None, "--high") for text in _listed(options.high)]
+    highs = [_size(text, "--high") for text in _listed(options.high)]
     here = functools.cache(_measured_here)  # once for all runs
     told = [
         (name, run, _advice.advise(run, highs, _link_of(run, options.link, here)))
@@ -55,6 +56,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _listed(text: str | None) -> list[str]:
     return [] if text is None else [one for one in text.split(",") if one.strip()]
+
+
+def _size(text: str, name: str) -> int:
+    """Bytes: a text with a unit, or the number itself. Raises SizeError."""
+    return parse_size(number(text.strip()), None, name)
 
 
 def _link_of(run: Run, given: str | None, here: Callable[[], list[_rates.Rates]]) -> Link | None:
@@ -102,7 +108,7 @@ def _link_in(path: Path, device: int) -> Link:
 
 def _link(text: str) -> Link:
     """ "25GB/s", or two of them: to the host, and back. Raises SizeError."""
-    rates = [parse_size(one.strip().removesuffix("/s"), None, "--link") for one in _listed(text)]
+    rates = [_size(one.strip().removesuffix("/s"), "--link") for one in _listed(text)]
     if not 1 <= len(rates) <= 2:
         raise SizeError(
             f"--link={text} is {len(rates)} rates.",

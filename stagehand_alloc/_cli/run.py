@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagehand_alloc._errors import StagehandError
+from stagehand_alloc._errors import AllocatorTooLateError, StagehandError
 from stagehand_alloc._settings.config import NODES
 from stagehand_alloc._settings.environment import number
 from stagehand_alloc._settings.sizes import Size
@@ -92,7 +92,16 @@ def _begin(options: argparse.Namespace) -> Pool:
 
         from stagehand_alloc._torch_side import install as _install
 
-        torch.cuda.memory.change_current_allocator(_install.allocator())
+        try:
+            ours = _install.allocator()
+        except AllocatorTooLateError as error:
+            raise AllocatorTooLateError(
+                error.what,
+                "Something that Python imports at its start did so, such as a sitecustomize. Leave "
+                "out --mode allocator (and STAGEHAND_ALLOC_MODE): native, the default, needs "
+                "nothing installed.",
+            ) from None
+        torch.cuda.memory.change_current_allocator(ours)
     return pool
 
 

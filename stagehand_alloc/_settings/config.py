@@ -156,15 +156,16 @@ class Config:
             )
 
 
-def check_mode(mode: str | None) -> Mode | None:
-    """``mode`` as `pool` takes it. Raises ModeError for a name there is none of."""
+def check_mode(mode: str | None, where: str = "") -> Mode | None:
+    """``mode`` as `pool` takes it, said ``where``. Raises ModeError for a name there is none of."""
     if mode is None:
         return None
     for known in MODES:
         if mode == known:
             return known
     raise ModeError(
-        f"There is no mode {mode!r}.", 'Use "allocator", "mempool" or "native", or leave it out.'
+        f"{where}There is no mode {mode!r}.",
+        'Use "allocator", "mempool" or "native", or leave it out.',
     )
 
 

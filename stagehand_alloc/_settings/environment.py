@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from stagehand_alloc._errors import ConfigError
-from stagehand_alloc._settings.config import NODES, Config
+from stagehand_alloc._settings.config import NODES, Config, check_mode
 from stagehand_alloc._settings.sizes import Size, read_size, shown
 
 PREFIX = "STAGEHAND_ALLOC_"
@@ -26,7 +26,8 @@ def filled(config: Config) -> Config:
     """``config``, with what it leaves open as the environment says. Raises what Config does."""
     said: dict[str, Any] = {
         **{name: _size(name) for name in ("high", "low", "limit")},
-        **{name: _read(name)[1] for name in ("mode", "telemetry")},
+        "mode": _mode(),
+        "telemetry": _read("telemetry")[1],
         "recompute": _recompute(),
     }
     open_ = {k: v for k, v in said.items() if v is not None and getattr(config, k) is None}
@@ -36,6 +37,11 @@ def filled(config: Config) -> Config:
 def _size(name: str) -> Size | None:
     variable, text = _read(name)
     return None if text is None else read_size(number(text), variable)
+
+
+def _mode() -> str | None:
+    variable, found = _read("mode")
+    return check_mode(found, f"{variable}={found}: ")
 
 
 def _recompute() -> bool | str | None:

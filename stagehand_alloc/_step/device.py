@@ -72,8 +72,8 @@ class Device:
     def begin(self, pool: Pool, set_limits: Callable[[], None], checksums: bool) -> None:
         """``pool``'s limits and checksums, in place of those of the pool before it."""
         with self.lock:
+            self._latest = weakref.ref(pool)  # first: a handler's limits are then in force at once
             set_limits()
-            self._latest = weakref.ref(pool)
             if checksums or self._checksums:
                 native.set_checksums(self.index, checksums)
                 self._checksums = checksums

@@ -277,7 +277,8 @@ class Pool:
         if device is not None:
             _driver.check_process()
         with contextlib.nullcontext() if device is None else device.lock:
-            wanted = self._limits.changed(
+            before = self._limits
+            self._limits = before.changed(
                 max_inflight_d2h,
                 max_inflight_h2d,
                 d2h_bytes_per_second,
@@ -285,9 +286,19 @@ class Pool:
                 piece,
             )
             if device is not None and device.is_latest(self):
-                _set_lane_limits(device.index, wanted)
-            self._limits = wanted
-            return wanted
+                try:
+                    self._set_limits(device.index)
+                except DriverError:
+                    self._limits = before
+                    raise
+            return self._limits
+
+    def _set_limits(self, device: int) -> None:
+        """Put them in force. A signal's handler may change them meanwhile: then its own are."""
+        wanted = None
+        while wanted is not self._limits:
+            wanted = self._limits
+            _set_lane_limits(device, wanted)
 
     def release_pinned(self, keep: int | str = 0) -> int:
         """Give host memory of the pinned pool back, down to ``keep``; returns the bytes given back.
@@ -368,9 +379,7 @@ class Pool:
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
         self._configure_host_memory()
-        entry.device.begin(
-            self, lambda: _set_lane_limits(device, self._limits), self._config.debug_checksums
-        )
+        entry.device.begin(self, lambda: self._set_limits(device), self._config.debug_checksums)
         self._has_weights = _weights.begin_step(device, budget.high)
         self._begin_step(entry.device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,23 @@ _SETTERS = {
     "set_release_pool": "release_pool",
 }
 
-_lock = threading.Lock()
-_ours: Any = None  # torch's allocator object around our entry points, once built
-_wrapped: _CUDAAllocator | None = None  # what change_current_allocator takes
-_simulated = False
+
+class _Installed:
+    """What torch was given of ours: once for the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ours: Any = None  # torch's allocator object around our entry points, once built
+        self.wrapped: _CUDAAllocator | None = None  # what change_current_allocator takes
+        self.simulated = False  # CPU torch is on the simulated GPU
+
+    def begin_child(self) -> None:
+        """After a fork: who may have held the lock is a thread of the parent's."""
+        self.lock = threading.Lock()
+
+
+_installed = _Installed()
+os.register_at_fork(after_in_child=_installed.begin_child)
 
 
 def allocator() -> _CUDAAllocator:
@@ -54,18 +68,17 @@ def allocator() -> _CUDAAllocator:
     """
     import torch
 
-    global _ours, _wrapped
-    with _lock:
+    with _installed.lock:
         require_torch(torch)
         _check_installable(torch)
-        if _wrapped is None:
+        if _installed.wrapped is None:
             _driver.start()
             for index in range(_driver.device_count()):
                 _driver.require_virtual_memory(index)
-            _ours = _build(torch)
-            _wrapped = torch.cuda.memory._CUDAAllocator(_ours)
+            _installed.ours = _build(torch)
+            _installed.wrapped = torch.cuda.memory._CUDAAllocator(_installed.ours)
             _replace_statistics(torch)
-        return _wrapped
+        return _installed.wrapped
 
 
 def require_torch(torch: Any) -> None:
@@ -82,28 +95,27 @@ def require_torch(torch: Any) -> None:
 
 def is_installed() -> bool:
     """Whether torch allocates through us: the process allocator, or CPU torch on the simulator."""
-    if _simulated:
+    if _installed.simulated:
         return True
-    if _ours is None:
+    if _installed.ours is None:
         return False
     import torch
 
-    return _current(torch) is _ours
+    return _current(torch) is _installed.ours
 
 
 def set_simulated(on: bool) -> None:
     """CPU torch on the simulated GPU counts as installed; the testing module says so here."""
-    global _simulated
-    _simulated = on
+    _installed.simulated = on
 
 
 def is_simulated() -> bool:
     """Whether torch's CPU tensors live on the simulated GPU now."""
-    return _simulated
+    return _installed.simulated
 
 
 def _check_installable(torch: Any) -> None:
-    if _simulated:
+    if _installed.simulated:
         raise InstallError(
             "torch's CPU tensors are on the simulated GPU: nothing is left to install.",
             "Leave out change_current_allocator; stagehand_alloc.pool() works as it is.",
@@ -114,7 +126,7 @@ def _check_installable(torch: Any) -> None:
             "Install a CUDA build of torch; without a GPU, use "
             "stagehand_alloc.testing.simulated_gpu().",
         )
-    if _ours is not None and _current(torch) is _ours:
+    if _installed.ours is not None and _current(torch) is _installed.ours:
         raise AlreadyInstalledError(
             "The process allocator is installed already.",
             "Call change_current_allocator once per process: remove the second call.",
@@ -161,6 +173,6 @@ def _replace_statistics(torch: Any) -> None:
 
 def _when_current(torch: Any, ours: Any, original: Any) -> Any:
     def call(device: int) -> Any:
-        return (ours if _current(torch) is _ours else original)(device)
+        return (ours if _current(torch) is _installed.ours else original)(device)
 
     return call

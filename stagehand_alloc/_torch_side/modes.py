@@ -6,6 +6,7 @@ docs/decisions/0011-modes.md says when to use which, and by what figures the def
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Generator
@@ -21,10 +22,23 @@ from stagehand_alloc._torch_side import install as _install
 
 WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 
-_lock = threading.Lock()
-_trigger_found: Trigger | None = None  # by which torch's allocator was reached; once per process
-_segments: Any = None  # torch's allocator object around the entry points for MemPool segments
-_warned = False
+
+class _Reached:
+    """What was set up to reach torch's own allocator: once for the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.trigger: Trigger | None = None  # by which it was reached
+        self.segments: Any = None  # torch's allocator object, of entry points for MemPool segments
+        self.warned = False  # that a MemPool does not serve backward
+
+    def begin_child(self) -> None:
+        """After a fork: who may have held the lock is a thread of the parent's."""
+        self.lock = threading.Lock()
+
+
+_reached = _Reached()
+os.register_at_fork(after_in_child=_reached.begin_child)
 
 
 def resolve(asked: Mode | None) -> Mode:
@@ -48,7 +62,7 @@ def resolve(asked: Mode | None) -> Mode:
 
 def trigger() -> Trigger:
     """By what the engine learns that torch's cache has run out."""
-    return _trigger.NOT_NEEDED if _trigger_found is None else _trigger_found
+    return _reached.trigger or _trigger.NOT_NEEDED
 
 
 def reach_torch(device: int, config: Config) -> None:
@@ -56,15 +70,14 @@ def reach_torch(device: int, config: Config) -> None:
 
     The first call of the process loads the trigger library, which it may have to build.
     """
-    global _trigger_found
-    with _lock:
-        if _trigger_found is None:
+    with _reached.lock:
+        if _reached.trigger is None:
             found = _trigger.load(
                 config, use=lambda address: str(native.use_torch_side(address, device))
             )
             if found.state != "loaded":
                 native.use_python_side()
-            _trigger_found = found
+            _reached.trigger = found
         native.enter_torch(device)
 
 
@@ -76,17 +89,16 @@ def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
     """
     import torch
 
-    global _segments
-    with _lock:
-        if _segments is None:
+    with _reached.lock:
+        if _reached.segments is None:
             points = native.entry_points()
-            _segments = torch._C._cuda_customAllocator(
+            _reached.segments = torch._C._cuda_customAllocator(
                 points["segment_alloc"], points["segment_free"]
             )
     # torch ties our entry points to the pool on the current device, whichever enters it.
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
-        return torch.cuda.MemPool(_segments, use_on_oom=use_on_oom)
+        return torch.cuda.MemPool(_reached.segments, use_on_oom=use_on_oom)
 
 
 def fill(held: list[Any], owner: object, device: int) -> None:
@@ -143,9 +155,8 @@ def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:
 
 def _warn_of_forward_only() -> None:
     """Once, and not where the trigger library's own warning says what is amiss."""
-    global _warned
-    if trigger().state == "loaded" and not _warned:
-        _warned = True
+    if trigger().state == "loaded" and not _reached.warned:
+        _reached.warned = True
         warn(
             "This torch does not let a MemPool serve backward: it takes memory of its own, and the "
             "process goes over `high`.\n"

@@ -84,14 +84,24 @@ def test_a_run_without_a_measured_step_is_refused() -> None:
 
 def test_what_can_be_made_again_sooner_is_dropped() -> None:
     known = known_step()
-    again = tuple((row[0], row[1], row[2], 100_000, *row[4:]) for row in known.records)
-    moving = _advice.advise(recorded(), [7 * GIB], SLOW).budgets[0]
-    dropping = _advice.advise(
-        recorded(known=type(known)(again, known.full, known.at_ns)), [7 * GIB], SLOW
-    ).budgets[0]
-    assert dropping.dropped > 0
-    assert dropping.step_ms < moving.step_ms
-    assert dropping.settings() == 'pool(high="7168MiB", recompute=model)'
+
+    def advised(*again: int) -> _advice.Advice:
+        rows = tuple((*row[:3], *again, *row[6:]) for row in known.records)
+        changed = type(known)(rows, known.full, known.at_ns)
+        return _advice.advise(recorded(known=changed), [7 * GIB], SLOW)
+
+    moving = _advice.advise(recorded(), [7 * GIB], SLOW)
+    assert "Of moving alone" in _advice.text(moving)
+    for again, settings in (
+        ((100_000, 0, 0), 'pool(high="7168MiB")'),  # by autograd's nodes: the default
+        ((0, 1, 100_000), 'pool(high="7168MiB", recompute=model)'),
+    ):
+        told = advised(*again)
+        (dropping,) = told.budgets
+        assert dropping.dropped > 0
+        assert dropping.step_ms < moving.budgets[0].step_ms
+        assert dropping.settings() == settings
+        assert "Of moving alone" not in _advice.text(told)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,11 @@ def test_the_command_prints_a_table_or_json(
     (found,) = json.loads(capsys.readouterr().out)
     assert found["budgets"][0]["high"] == 8 * GIB
     assert found["budgets"][0]["settings"] == 'pool(high="8192MiB")'
+    numbers = ["--high", str(8 * GIB), "--link", "25000000000,20000000000"]
+    assert main(["advise", str(path), *numbers, "--json"]) == 0
+    (in_bytes,) = json.loads(capsys.readouterr().out)
+    assert in_bytes["budgets"][0]["high"] == 8 * GIB
+    assert (in_bytes["link"]["d2h"], in_bytes["link"]["h2d"]) == (25e9, 20e9)
     for wrong in (["--high", "much"], ["--link", "1GB/s,2GB/s,3GB/s"], ["--link", "fast"]):
         assert main(["advise", str(path), *wrong]) == 2
     assert main(["advise", str(tmp_path / "absent")]) == 2

@@ -175,7 +175,7 @@ def test_twice_says_so_even_though_cuda_is_initialised(monkeypatch: pytest.Monke
     with pytest.raises(stagehand_alloc.AlreadyInstalledError, match="Another pluggable"):
         _install._check_installable(torch_like)
     torch_like.current = object()
-    monkeypatch.setattr(_install, "_ours", torch_like.current)
+    monkeypatch.setattr(_install._installed, "ours", torch_like.current)
     with pytest.raises(stagehand_alloc.AlreadyInstalledError, match="installed already"):
         _install._check_installable(torch_like)
 

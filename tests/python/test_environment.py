@@ -71,7 +71,7 @@ def test_nonsense_for_a_size_names_the_variable_and_says_what_a_size_is(
 
 def test_a_mode_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGEHAND_ALLOC_MODE", "fast")
-    with pytest.raises(ModeError, match="fast"):
+    with pytest.raises(ModeError, match="STAGEHAND_ALLOC_MODE=fast"):
         stagehand_alloc.pool()
 
 

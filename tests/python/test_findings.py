@@ -114,11 +114,17 @@ def test_what_is_passed_through_says_why(reason: str) -> None:
 
 def test_a_slow_rank_is_named_beside_the_quick_one() -> None:
     slow = run(rank=1, wall_time_ms=600.0, high=10 * GIB)
-    (found,) = findings.across([run(), slow])
+    found, _ = findings.across([run(), slow])
     assert "rank 1, device 0 takes 600 ms" in found.what
     assert "Its budget is the smaller one" in found.todo
     assert findings.across([run(), run(rank=1, wall_time_ms=410.0)]) == []
     assert findings.across([run()]) == []
+
+
+def test_ranks_with_different_budgets_are_told() -> None:
+    (found,) = findings.across([run(), run(rank=1, high=10 * GIB)])
+    assert found.kind == "budgets_apart"
+    assert "rank 1, device 0 has 10.00 GiB and rank 0, device 0" in found.what
 
 
 def test_problems_stand_before_hints() -> None:

@@ -17,7 +17,10 @@ from torch.nn.modules import module as torch_modules
 from training import leaves_nothing
 
 import stagehand_alloc
+from stagehand_alloc import _driver
 from stagehand_alloc._step.device import process
+from stagehand_alloc._torch_side import install as _install
+from stagehand_alloc._torch_side import modes as _modes
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -39,7 +42,10 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         for key, value in list(vars(module).items()) if name.startswith(PACKAGE.name) else ():
             if isinstance(value, type(threading.Lock())):
                 monkeypatch.setattr(module, key, contextlib.nullcontext())
-    for holder in (process, process.device(0)):
+    for holder in (
+        *(process, process.device(0)),
+        *(_driver._table, _install._installed, _modes._reached),
+    ):
         monkeypatch.setattr(holder, "lock", contextlib.nullcontext())
     monkeypatch.setattr(process.device(0).steps, "_lock", contextlib.nullcontext())
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -167,12 +171,72 @@ def test_a_signal_handler_asks_for_limits_while_its_thread_has_the_lock() -> Non
     assert asked == [LaneLimits(3)] * 2
 
 
+class Handler:
+    """Runs `handle` at the nth bytecode of this thread that a signal could come at in `files`."""
+
+    def __init__(self, files: set[str], nth: int, handle: Callable[[], object]) -> None:
+        self.ran = False
+        self._files, self._left, self._handle = files, nth, handle
+
+    def __enter__(self) -> Handler:
+        sys.settrace(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self._files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                self.ran = True
+                self._handle()
+        return self._look
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("asks", [False, True], ids=["an entry", "a call of limits"])
+def test_limits_from_a_handler_are_in_force_at_once_wherever_it_comes(asks: bool) -> None:
+    files = {inspect.getfile(stagehand_alloc.Pool), inspect.getfile(type(process))}
+    pool, other = stagehand_alloc.pool(), stagehand_alloc.pool()
+    with pool:
+        pass
+    nth, ran = 0, True
+    while ran:
+        nth += 1
+        with other:  # whose limits are in force before
+            pass
+        pool.limits(max_inflight_d2h=1)
+        if asks:
+            with pool:
+                pass
+        ours = functools.partial(pool.limits, max_inflight_d2h=2 + nth)
+        with Handler(files, nth, ours) as handler:
+            if asks:
+                pool.limits(max_inflight_h2d=7)
+            else:
+                pool.__enter__()
+        ran, there = handler.ran, in_force()
+        assert pool.limits().for_native() == there, nth
+        if ran and not asks:
+            assert pool.limits().max_inflight_d2h == 2 + nth
+        if not asks:
+            pool.__exit__(None, None, None)
+    assert nth > 20
+
+
 def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[..., Any]) -> None:
     run_fresh("""
         import os, signal, threading
         import stagehand_alloc
         from stagehand_alloc import _driver, testing
         from stagehand_alloc._step.device import process
+        from stagehand_alloc._torch_side import install as _install
+        from stagehand_alloc._torch_side import modes as _modes
 
         testing.simulated_gpu(memory="64MiB")
         pool = stagehand_alloc.pool()
@@ -181,9 +245,11 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[.
         held, go = threading.Event(), threading.Event()
 
         def hold():
-            with process.lock, process.device(0).lock, process.device(0).steps._lock, _driver._lock:
-                held.set()
-                go.wait()
+            device = process.device(0)
+            with process.lock, device.lock, device.steps._lock, _driver._table.lock:
+                with _install._installed.lock, _modes._reached.lock:
+                    held.set()
+                    go.wait()
 
         thread = threading.Thread(target=hold)
         thread.start()
@@ -200,6 +266,9 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[.
                     pass
             process.device(0)
             _driver.start()
+            for lock in (_install._installed.lock, _modes._reached.lock):
+                with lock:
+                    pass
             pool.step_stats()
             os._exit(code)
         go.set()

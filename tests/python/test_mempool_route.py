@@ -57,7 +57,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             told.append("out")
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    monkeypatch.setattr(_modes, "_warned", False)
+    monkeypatch.setattr(_modes._reached, "warned", False)
     return told
 
 
@@ -84,7 +84,7 @@ def test_where_torch_cannot_be_told_the_mem_pool_is_this_threads_and_one_warning
     loaded: bool, entered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Trigger(None, "loaded", "") if loaded else NOT_NEEDED
-    monkeypatch.setattr(_modes, "_trigger_found", found)
+    monkeypatch.setattr(_modes._reached, "trigger", found)
     native = Native(routes=False)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

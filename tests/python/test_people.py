@@ -6,6 +6,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
 
 import people  # noqa: E402
 import people_stacks  # noqa: E402
+from harness import Row  # noqa: E402
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,10 +42,31 @@ def test_an_example_is_compared_with_itself_without_our_line(tmp_path: pathlib.P
 
 
 def test_a_second_call_replaces_its_own_rows_and_leaves_the_others() -> None:
-    old = {"rows": [{"claim": "a", "value": 1}, {"claim": "b", "value": 2}], "raw": {"x": 1}}
-    new = people.merged(old, [{"claim": "c", "value": 3}, {"claim": "a", "value": 4}], {"y": 2})
+    raw: dict[str, Any] = {"advise": {"gpt": 1, "vit": 2}, "stacks": {"x": 3}}
+    old = {"rows": [{"claim": "a", "value": 1}, {"claim": "b", "value": 2}], "raw": raw}
+    rows = [{"claim": "c", "value": 3}, {"claim": "a", "value": 4}]
+    new = people.merged(old, rows, {"advise": {"gpt": 5}, "telemetry": {"y": 6}})
     assert [(row["claim"], row["value"]) for row in new["rows"]] == [("a", 4), ("b", 2), ("c", 3)]
-    assert new["raw"] == {"x": 1, "y": 2}
+    assert new["raw"] == {
+        "advise": {"gpt": 5, "vit": 2},
+        "stacks": {"x": 3},
+        "telemetry": {"y": 6},
+    }
+
+
+def test_what_was_measured_is_written_though_the_rest_is_cut_short(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "people.json"
+
+    def broken(names: list[str], simulated: bool, jobs: int) -> Any:
+        yield [Row("an example", 1, at_least=1)], {"plain_loop": {}}
+        raise RuntimeError("the machine was taken away")
+
+    monkeypatch.setattr(people_stacks, "found", broken)
+    assert people.main(["--simulated", "--only", "stacks,readme", "--out", str(out)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["section"] for row in rows] == ["stacks", "readme", "readme", "readme"]
 
 
 @pytest.mark.parametrize("changed", ["losses", "steps"])
