@@ -10,10 +10,6 @@ namespace {
 
 // Of `high`, what no block fits into: recorded steps of six models occupied 98.5 % to 100 % of it.
 constexpr Bytes kHoles = 256;
-// A forecast leaves out holes and the host. In the same steps, at up to five budgets each, waits
-// were 1.1 to 1.7 times as long.
-constexpr double kWaits = 1.25;
-
 // What evicting without a plan comes to: whenever a moment lacks room, the one that is needed last.
 std::vector<Fate> needed_last(const KnownStep& step) {
   std::vector<Fate> fates(step.records.size(), Fate::stay);
@@ -62,6 +58,14 @@ std::vector<Bytes> between(const KnownStep& step, Counts counts) {
   return change;
 }
 
+Bytes largest_that_leaves(const KnownStep& step, std::span<const Fate> fates) {
+  Bytes largest = 0;
+  for (std::size_t i = 0; i < fates.size(); ++i) {
+    largest = std::max(largest, fates[i] == Fate::leave ? step.records[i].bytes : 0);
+  }
+  return largest;
+}
+
 }  // namespace
 
 StepShape shape_of(const Trace& trace) {
@@ -86,8 +90,9 @@ Advice advise(KnownStep step) {
   step.high -= step.high / kHoles;
   advice.fates = choose_fates(step, needed_last(step));
   advice.forecast = forecast(step, advice.fates);
-  advice.forecast.late_ns =
-      static_cast<std::uint64_t>(kWaits * static_cast<double>(advice.forecast.late_ns));
+  // While a record comes back its room is taken, and what leaves for it may be there still.
+  step.high -= std::min(step.high, largest_that_leaves(step, advice.fates));
+  advice.forecast.late_ns = forecast(step, advice.fates).late_ns;
   const std::vector<Bytes> copies =
       between(step, [&](std::size_t i) { return advice.fates[i] == Fate::leave; });
   advice.host = *std::max_element(copies.begin(), copies.end());

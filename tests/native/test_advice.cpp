@@ -57,7 +57,7 @@ void expect_told(const std::string& trace, const std::vector<double>& shares) {
       CHECK(near(told, median(ns), kTime));
     } else {  // nobody would train so; it is told as slower than it is
       CHECK(told >= (1 - kTime) * median(ns));
-      CHECK(told <= 1.35 * median(ns));
+      CHECK(told <= 1.2 * median(ns));
     }
     CHECK(advice.least < known.high);
     CHECK(advice.host >= advice.forecast.bytes * 9 / 10);  // nearly all is away at the peak
@@ -71,11 +71,11 @@ TEST(
   expect_told("gpt_8k.txt", {0.9, 0.75, 0.6, 0.45});
 }
 
-TEST("Llama: likewise") { expect_told("llama.txt", {0.9, 0.75, 0.6, 0.45}); }
+TEST("Llama: likewise") { expect_told("llama.txt", {0.9, 0.75, 0.6, 0.5, 0.45}); }
 
 TEST("ViT: likewise at three") { expect_told("vit.txt", {0.9, 0.7, 0.5}); }
 
-TEST("U-Net: likewise at three") { expect_told("unet.txt", {0.9, 0.75, 0.5}); }
+TEST("U-Net: likewise at three") { expect_told("unet.txt", {0.9, 0.8, 0.75}); }
 
 TEST("a budget that holds everything moves nothing, and one below what is live is told") {
   const std::vector<KnownRecord> records{{64_MiB, 1, 4}, {64_MiB, 2, 3}};
