@@ -23,7 +23,7 @@ struct WeightGroup {
   Seq arrived = 0;            // and its event there
   std::uint32_t holds = 0;
   bool alive = false;
-  bool ahead = false;  // came ahead of need, and was not used since
+  bool ahead = false;             // came ahead of need, and was not used since
   std::array<Bytes, 3> beside{};  // most that was live beside all weights in its last uses, by kind
 
   bool home() const { return block != nullptr; }

@@ -57,8 +57,8 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
 }
 
 // Into memory of the store's. On the lane of what is wanted now, ahead of need too: behind records
-// that came far ahead a block would wait for all of those. Another thread may have been quicker by then: then that
-// one's stays. On failure the group is away, and the books are as before (rule W5).
+// that came far ahead a block would wait for all of those. Another thread may have been quicker by
+// then: then that one's stays. On failure the group is away, and the books are as before (rule W5).
 Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead) {
   WeightGroup& group = standing_.at(id);
   const std::uint32_t generation = group.generation;

@@ -14,8 +14,8 @@ namespace stagehand::core::test {
 struct Lora {
   std::size_t blocks = 12;
   Bytes group = 384_MiB;
-  std::vector<Bytes> saves;  // of a block, in order
-  Bytes gradient = 256_MiB;  // the largest of backward's own tensors
+  std::vector<Bytes> saves;      // of a block, in order
+  Bytes gradient = 256_MiB;      // the largest of backward's own tensors
   std::uint64_t forward_ns = 0;  // of a block on the GPU
   std::uint64_t backward_ns = 0;
   std::uint64_t host_ns = 1'000'000;  // of a block, in either
