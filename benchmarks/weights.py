@@ -34,10 +34,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from source_hash import source_hash  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -461,6 +462,17 @@ def bars(
     return [*lines, f"{'MISS' if wrong else 'ok  '} bitwise plain torch's: {text}"]
 
 
+def write(out: pathlib.Path, found: dict[str, Result], lines: list[str], modes: list[str]) -> None:
+    """One section for the modes that ran; those of other modes stay if of the same sources."""
+    head = {"sources": source_hash(), "device": torch.cuda.get_device_name()}
+    kept = json.loads(out.read_text()) if out.exists() else {}
+    same = {name: kept.get(name) for name in head} == head
+    runs = kept["runs"] if same else {}
+    cases = {name: asdict(one) for name, one in found.items()}
+    runs[" ".join(modes)] = {"cases": cases, "bars": lines}
+    out.write_text(json.dumps({**head, "runs": runs}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="LoRA with weights and activations in one budget.")
     parser.add_argument("--out", type=pathlib.Path)
@@ -499,8 +511,7 @@ def main() -> int:
         lines += bars(mode, found, rates, 16 if arguments.quick else 1)
     print("\n".join(lines))
     if arguments.out:
-        record = {"cases": {name: asdict(one) for name, one in found.items()}, "bars": lines}
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(arguments.out, found, lines, modes)
     return 1 if any(line.startswith("MISS") for line in lines) else 0
 
 
