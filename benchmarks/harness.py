@@ -214,6 +214,21 @@ def write_result(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     print(f"written: {path}")
 
 
+def earlier(
+    path: pathlib.Path | None, result: Mapping[str, Any], same: Iterable[str], part: str
+) -> dict[str, Any]:
+    """The ``part`` of an earlier result that may stand beside this one's: what is ``same`` is."""
+    if path is None or not path.exists():
+        return {}
+    there = json.loads(path.read_text(encoding="utf-8"))
+    differ = [key for key in same if there.get(key) != result[key]]
+    if differ:
+        print(f"{part}: {path.name} is of another {differ[0]}: not joined", file=sys.stderr)
+        return {}
+    found: dict[str, Any] = there[part]
+    return found
+
+
 def report(
     rows: Sequence[Row], result: Mapping[str, Any], name: str, options: argparse.Namespace
 ) -> None:

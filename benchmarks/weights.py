@@ -38,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from harness import earlier, write_result  # noqa: E402
 from source_hash import source_hash  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -465,12 +466,10 @@ def bars(
 def write(out: pathlib.Path, found: dict[str, Result], lines: list[str], modes: list[str]) -> None:
     """One section for the modes that ran; those of other modes stay if of the same sources."""
     head = {"sources": source_hash(), "device": torch.cuda.get_device_name()}
-    kept = json.loads(out.read_text()) if out.exists() else {}
-    same = {name: kept.get(name) for name in head} == head
-    runs = kept["runs"] if same else {}
+    runs = earlier(out, head, head, "runs")
     cases = {name: asdict(one) for name, one in found.items()}
     runs[" ".join(modes)] = {"cases": cases, "bars": lines}
-    out.write_text(json.dumps({**head, "runs": runs}, indent=1) + "\n")
+    write_result(out, {**head, "runs": runs})
 
 
 def main() -> int:

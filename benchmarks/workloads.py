@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
-import json
 import pathlib
 import platform
 import sys
@@ -45,6 +44,7 @@ from harness import (
     Row,
     WorkerError,
     driver_version,
+    earlier,
     print_rows,
     refuse_without_gpu,
     write_result,
@@ -186,15 +186,7 @@ def gpu_count() -> int:
 
 def kept(path: pathlib.Path | None, result: dict[str, Any]) -> dict[str, Any]:
     """The workloads of an earlier result that may stand beside this one's."""
-    if path is None or not path.exists():
-        return {}
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    differ = [key for key in SAME if earlier.get(key) != result[key]]
-    if differ:
-        print(f"workloads: {path.name} is of another {differ[0]}: not joined", file=sys.stderr)
-        return {}
-    found: dict[str, Any] = earlier["workloads"]
-    return found
+    return earlier(path, result, SAME, "workloads")
 
 
 def result_of(run: Workloads, options: argparse.Namespace) -> dict[str, Any]:
