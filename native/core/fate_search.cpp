@@ -63,7 +63,7 @@ void add_call(const Grid& grid, const std::vector<std::uint32_t>& all,
 std::vector<Droppable> droppable(const Grid& grid) {
   std::vector<Droppable> items;
   std::vector<std::vector<std::uint32_t>> calls(grid.calls);
-  for (std::uint32_t i = 0; i < grid.records.size(); ++i) {
+  for (std::uint32_t i = 0; i < grid.count; ++i) {
     const Placed& one = grid.records[i];
     if (one.retained >= one.used || one.bytes <= 0) {
       continue;
@@ -90,8 +90,8 @@ Search::Search(const Grid& grid, const std::vector<Droppable>& items, double idl
       in_(grid.buckets, grid.in * idle),
       away_(grid.buckets, 0),
       in_until_(grid.buckets + 1, 0),
-      lists_(grid.buckets),
-      next_(grid.buckets, 0),
+      lists_(2 * grid.buckets),
+      next_(2 * grid.buckets, 0),
       again_(grid.buckets),
       fates_(grid.records.size(), Fate::stay) {
   std::vector<bool> only_dropped(grid.records.size(), false);
@@ -104,7 +104,7 @@ Search::Search(const Grid& grid, const std::vector<Droppable>& items, double idl
   for (std::uint32_t i = 0; i < grid.records.size(); ++i) {
     const Placed& one = grid.records[i];
     if (one.retained < one.used && !only_dropped[i]) {
-      lists_[one.retained].push_back(i);
+      lists_[one.retained + (one.weights ? grid.buckets : 0)].push_back(i);
     }
   }
   for (auto& list : lists_) {
@@ -122,6 +122,7 @@ std::vector<Fate> Search::run() {
     while (grid_.over[t] > away_[t] && take_one(t)) {
     }
   }
+  fates_.resize(grid_.count);
   return std::move(fates_);
 }
 
@@ -130,16 +131,16 @@ bool Search::take_one(std::size_t t) {
   if (drop_one(t, found)) {
     return true;
   }
-  if (found.bucket == grid_.buckets) {
+  if (found.list == lists_.size()) {
     return false;
   }
-  leave(found.bucket, t);
+  leave(found.list, t);
   return true;
 }
 
 // The cheapest to make again, if that is cheaper than what would leave instead.
 bool Search::drop_one(std::size_t t, const Leaving& instead) {
-  const bool none = instead.bucket == grid_.buckets;
+  const bool none = instead.list == lists_.size();
   while (!droppable_.empty() && (none || instead.late_ns > droppable_.top().first)) {
     const auto [cost, k] = droppable_.top();
     droppable_.pop();
@@ -170,35 +171,38 @@ Search::Leaving Search::best_leaving(std::size_t t) {
   for (std::size_t b = t + 1; b < grid_.buckets; ++b) {
     in_until_[b + 1] = in_until_[b] + in_[b];
   }
-  Leaving best{grid_.buckets, 0};
+  Leaving best{lists_.size(), 0};
   double out_since = 0;
   std::pair<int, std::int64_t> least{};
   for (std::size_t f = t + 1; f-- > 0;) {
     out_since += f < t ? out_[f] : 0;
-    auto& list = lists_[f];
-    while (next_[f] < list.size() && fates_[list[next_[f]]] != Fate::stay) {
-      ++next_[f];  // dropped meanwhile
-    }
-    if (next_[f] >= list.size() || grid_.records[list[next_[f]]].used <= t + 1) {
-      continue;
-    }
-    const Placed& one = grid_.records[list[next_[f]]];
-    const double out = std::max(0.0, one.bytes - out_since);
-    const double in = one.returns ? std::max(0.0, one.bytes - in_until_[one.used]) : 0;
-    const std::pair<int, std::int64_t> cost{static_cast<int>(8 * (out + in) / one.bytes),
-                                            -static_cast<std::int64_t>(one.used)};
-    if (best.bucket == grid_.buckets || cost < least) {
-      best = {f, (out / grid_.out + in / grid_.in) * grid_.bucket_ns / one.bytes};
-      least = cost;
+    for (const std::size_t of_list : {f, f + grid_.buckets}) {
+      auto& list = lists_[of_list];
+      std::size_t& next = next_[of_list];
+      while (next < list.size() && fates_[list[next]] != Fate::stay) {
+        ++next;  // dropped meanwhile
+      }
+      if (next >= list.size() || grid_.records[list[next]].used <= t + 1) {
+        continue;
+      }
+      const Placed& one = grid_.records[list[next]];
+      const double out = one.weights ? 0 : std::max(0.0, one.bytes - out_since);
+      const double in = one.returns ? std::max(0.0, one.bytes - in_until_[one.used]) : 0;
+      const std::pair<int, std::int64_t> cost{static_cast<int>(8 * (out + in) / one.bytes),
+                                              -static_cast<std::int64_t>(one.used)};
+      if (best.list == lists_.size() || cost < least) {
+        best = {of_list, (out / grid_.out + in / grid_.in) * grid_.bucket_ns / one.bytes};
+        least = cost;
+      }
     }
   }
   return best;
 }
 
 // And what is like it, while that is little: many small records cost no more than few large.
-void Search::leave(std::size_t bucket, std::size_t t) {
-  const std::vector<std::uint32_t>& list = lists_[bucket];
-  std::size_t& next = next_[bucket];
+void Search::leave(std::size_t of_list, std::size_t t) {
+  const std::vector<std::uint32_t>& list = lists_[of_list];
+  std::size_t& next = next_[of_list];
   const std::size_t used = grid_.records[list[next]].used;
   double little = std::min(grid_.over[t] - away_[t], grid_.out / 16);
   do {
@@ -219,7 +223,7 @@ void Search::drop(std::uint32_t i, std::size_t used) {
 void Search::take(std::uint32_t i, std::size_t t) {
   const Placed& one = grid_.records[i];
   fates_[i] = Fate::leave;
-  double rest = one.bytes;
+  double rest = one.weights ? 0 : one.bytes;
   for (std::size_t b = one.retained; b < t && rest > 0; ++b) {
     const double some = std::min(rest, out_[b]);
     out_[b] -= some;

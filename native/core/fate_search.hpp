@@ -24,7 +24,8 @@ std::vector<Droppable> droppable(const Grid& grid);
 // From the first moment that lacks room to the last: what leaves for it is the record asked for
 // last among those whose copies fit into idle time of both lanes. Where none does, that is late by
 // the least, or the one is dropped that takes the least to make again for its bytes, whichever
-// costs the GPU less.
+// costs the GPU less. Idle weights are chosen among too, since they need the H2D lane; what becomes
+// of them is not said: it follows.
 class Search {
  public:
   // `idle`: the share of the lanes' time that is planned with. What takes at most `cheap` ns a byte
@@ -34,16 +35,16 @@ class Search {
   std::vector<Fate> run();
 
  private:
-  // The best of those retained in one bucket that may leave by copy.
+  // The best of those that may leave by copy, and of idle weights: which list it heads.
   struct Leaving {
-    std::size_t bucket = 0;  // past the last: none
-    double late_ns = 0;      // for a byte
+    std::size_t list = 0;  // past the last: none
+    double late_ns = 0;    // for a byte
   };
   using ByCost = std::pair<double, std::uint32_t>;
 
   bool take_one(std::size_t t);
   Leaving best_leaving(std::size_t t);
-  void leave(std::size_t bucket, std::size_t t);
+  void leave(std::size_t of_list, std::size_t t);
   void take(std::uint32_t i, std::size_t t);
   bool drop_one(std::size_t t, const Leaving& instead);
   void drop(std::uint32_t i, std::size_t used);
@@ -54,7 +55,8 @@ class Search {
   Row in_;
   Row away_;
   Row in_until_;  // idle time of the H2D lane from the moment looked at to before this one
-  std::vector<std::vector<std::uint32_t>> lists_;  // by the bucket in which they are retained
+  // By the bucket in which they are retained: records, and behind them idle weights.
+  std::vector<std::vector<std::uint32_t>> lists_;
   std::vector<std::size_t> next_;
   std::vector<std::vector<std::uint32_t>> again_;                               // items, likewise
   std::priority_queue<ByCost, std::vector<ByCost>, std::greater<>> droppable_;  // retained so far

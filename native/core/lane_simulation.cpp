@@ -33,8 +33,8 @@ Simulation::Simulation(Grid& grid, std::span<const Fate> fates)
       over_(grid.over),
       more_ns_(grid.buckets, 0),
       spare_(grid.buckets, 0),
-      back_(fates.size(), false),
-      gone_(fates.size(), false),
+      back_(grid.records.size(), false),
+      gone_(grid.records.size(), false),
       ends_(fates.size(), grid.buckets) {
   for (const std::uint32_t i : outs_) {
     const Placed& one = grid_.records[i];
@@ -65,9 +65,19 @@ Simulation::Simulation(Grid& grid, std::span<const Fate> fates)
   for (std::size_t b = 0; b < grid.buckets; ++b) {
     spare_[b] -= std::max(0.0, over_[b]);
   }
-  std::sort(ins_.begin(), ins_.end(), [&](auto a, auto b) {
+  for (std::uint32_t i = static_cast<std::uint32_t>(grid.count); i < grid.records.size(); ++i) {
+    if (grid_.records[i].retained < grid_.records[i].used) {
+      idle_.push_back(i);
+      if (grid_.records[i].returns) {
+        ins_.push_back(i);
+      }
+    }
+  }
+  const auto sooner = [&](auto a, auto b) {
     return std::pair(grid_.records[a].used, a) < std::pair(grid_.records[b].used, b);
-  });
+  };
+  std::sort(ins_.begin(), ins_.end(), sooner);
+  std::sort(idle_.rbegin(), idle_.rend(), sooner);
 }
 
 Forecast Simulation::run() {
@@ -94,8 +104,7 @@ double Simulation::arrive(std::size_t t) {
       back_[i] = true;
       continue;
     }
-    const double missing =
-        std::max(0.0, one.bytes - (in_ < ins_.size() && ins_[in_] == i ? begun_ : 0));
+    const double missing = std::max(0.0, one.bytes - (coming_ == i ? begun_ : 0));
     ns += missing / grid_.in * grid_.bucket_ns;
     come(i, t);
   }
@@ -104,6 +113,7 @@ double Simulation::arrive(std::size_t t) {
 
 void Simulation::come(std::uint32_t i, std::size_t t) {
   back_[i] = true;
+  begun_ = 0;
   away_ -= grid_.records[i].bytes;
   for (std::size_t b = t; b < grid_.records[i].used; ++b) {
     spare_[b] -= grid_.records[i].bytes;
@@ -114,6 +124,9 @@ void Simulation::come(std::uint32_t i, std::size_t t) {
 double Simulation::depart(std::size_t t) {
   double missing = std::max(0.0, over_[t]) - away_;
   double ns = 0;
+  for (double before = away_; missing > 0 && weights_leave(t); before = away_) {
+    missing -= away_ - before;
+  }
   while (missing > 0 && out_ < outs_.size() && grid_.records[outs_[out_]].retained <= t) {
     const std::uint32_t i = outs_[out_];
     const double rest = grid_.records[i].bytes - done_;
@@ -129,13 +142,32 @@ double Simulation::depart(std::size_t t) {
   return ns;
 }
 
+// Those that are needed last.
+bool Simulation::weights_leave(std::size_t t) {
+  for (const std::uint32_t i : idle_) {
+    const Placed& one = grid_.records[i];
+    if (!gone_[i] && !back_[i] && one.retained <= t && t < one.used) {
+      for (std::size_t b = t; b < one.used; ++b) {
+        spare_[b] += one.bytes;
+      }
+      go(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+void Simulation::go(std::uint32_t i) {
+  gone_[i] = true;
+  away_ += grid_.records[i].bytes;
+}
+
 void Simulation::leave(std::uint32_t i) {
   ++out_;
   done_ = 0;
   ends_[i] = now_;
   if (!back_[i]) {
-    gone_[i] = true;
-    away_ += grid_.records[i].bytes;
+    go(i);
   }
 }
 
@@ -153,17 +185,21 @@ void Simulation::copy_out(std::size_t t, double room) {
 }
 
 void Simulation::copy_in(std::size_t t, double room) {
-  while (room > 0 && in_ < ins_.size()) {
-    const std::uint32_t i = ins_[in_];
+  for (std::size_t k = in_; room > 0 && k < ins_.size(); ++k) {
+    const std::uint32_t i = ins_[k];
     const Placed& one = grid_.records[i];
     if (back_[i]) {
-      ++in_;
-      begun_ = 0;
+      in_ += k == in_ ? 1 : 0;
       continue;
+    }
+    if (!gone_[i] && one.weights) {
+      continue;  // it may leave yet
     }
     if (!gone_[i]) {
       return;
     }
+    begun_ = coming_ == i ? begun_ : 0;
+    coming_ = i;
     if (begun_ == 0) {
       for (std::size_t b = t; b < one.used; ++b) {
         if (spare_[b] < one.bytes) {

@@ -26,6 +26,8 @@ class Simulation {
   double arrive(std::size_t t);
   void come(std::uint32_t i, std::size_t t);
   double depart(std::size_t t);
+  bool weights_leave(std::size_t t);
+  void go(std::uint32_t i);
   void leave(std::uint32_t i);
   void copy_out(std::size_t t, double room);
   void copy_in(std::size_t t, double room);
@@ -33,16 +35,18 @@ class Simulation {
   Grid& grid_;
   std::vector<std::uint32_t> outs_;
   std::vector<std::uint32_t> ins_;
-  Row over_;     // what must be away beside what was dropped
-  Row more_ns_;  // of computing: what was dropped is made again
-  Row spare_;    // that could come back at once
+  std::vector<std::uint32_t> idle_;  // weights, the one used last first
+  Row over_;                         // what must be away beside what was dropped
+  Row more_ns_;                      // of computing: what was dropped is made again
+  Row spare_;                        // that could come back at once
   std::vector<bool> back_;
   std::vector<bool> gone_;
   std::size_t out_ = 0;
   std::size_t in_ = 0;
   std::size_t use_ = 0;
-  double done_ = 0;   // of the copy out under way
-  double begun_ = 0;  // of the copy in under way
+  double done_ = 0;           // of the copy out under way
+  double begun_ = 0;          // of the copy in under way,
+  std::uint32_t coming_ = 0;  // of this one
   double away_ = 0;
   double bytes_ = 0;
   double dropped_ = 0;

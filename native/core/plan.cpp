@@ -205,6 +205,7 @@ void Plan::unpacked(Place place) {
     return;  // asked for again: the first time is the one to be ready for
   }
   using_ = step;
+  version_ += step->with_weights() && step->seen.by_use.empty() ? 1 : 0;  // has_stayed
   step->seen.begin_moment();
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
@@ -239,6 +240,23 @@ void Plan::occupied(Bytes bytes, Bytes mapped) {
       full = std::max(full, bytes + step->away);
       Trace::Held& held = step->seen.held.back();
       held = {std::max(held.occupied, bytes), std::max(held.mapped, mapped)};
+    }
+  }
+}
+
+void Plan::weights_held(std::uint32_t group, Bytes bytes) {
+  for (Step* step : {now_, using_ != now_ ? using_ : nullptr}) {
+    if (step != nullptr) {
+      version_ += !step->with_weights() && !step->seen.by_use.empty() ? 1 : 0;  // has_stayed
+      step->seen.weights_held(group, bytes);
+    }
+  }
+}
+
+void Plan::weights_left(std::uint32_t group) {
+  for (Step* step : {now_, using_ != now_ ? using_ : nullptr}) {
+    if (step != nullptr) {
+      step->seen.weights_left(group);
     }
   }
 }
@@ -307,6 +325,7 @@ void Plan::end(Step* step) {
 
 void Plan::learn(Step& step) {
   auto trace = std::make_shared<Trace>(std::move(step.seen));
+  trace->find_idle();
   const auto same = std::find_if(traces_.begin(), traces_.end(),
                                  [&](const auto& one) { return one->repeats(*trace); });
   const bool same_kind = same != traces_.end();

@@ -53,6 +53,9 @@ class Plan {
   void returned(Place place);
   void unpacked(Place place);
   void closed(Place place);
+  // Somebody holds a weight group that nobody held; nobody does any more.
+  void weights_held(std::uint32_t group, Bytes bytes);
+  void weights_left(std::uint32_t group);
   // So much is live now: torch's and backward's blocks.
   void live(Bytes bytes);
   // So much is occupied, at the most since it was said last, and mapped.
@@ -82,6 +85,12 @@ class Plan {
 
   // Whether this record is expected to leave.
   bool leaves(Place place) const;
+  // Whether backward has asked for any of its step's records, in a step with weights: these leave
+  // before copies are waited for, and what has stayed till then has no reason to leave any more.
+  bool has_stayed(Place place) const {
+    const Step* step = step_of(place.step);
+    return step != nullptr && step->with_weights() && !step->seen.by_use.empty();
+  }
   // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could
   // be dropped.
   bool drops(Place place) const;
@@ -103,6 +112,8 @@ class Plan {
   void proved(ToProve what, bool same);
   // Whether the step has followed a trace so far.
   bool follows() const { return now_ != nullptr && now_->trace != nullptr; }
+  // Whether weights were held in the newest step.
+  bool with_weights() const { return now_ != nullptr && now_->with_weights(); }
   // Whether an earlier step inside such a budget says what becomes of the record.
   bool guides(Place place) const;
   // Whether another plan than before, with drops, is in use from here on, and its steps are long
@@ -186,6 +197,8 @@ class Plan {
     std::shared_ptr<const Trace> trace;  // what it follows
     Kin kin;                             // where the trace is not of its sizes
     Trace seen;                          // what it teaches
+
+    bool with_weights() const { return !seen.weight_uses.empty(); }
   };
 
   Step* step_of(std::uint32_t serial);

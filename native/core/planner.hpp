@@ -35,14 +35,24 @@ struct KnownRecord {
   std::uint64_t rerun_ns = 0;
 };
 
+// A weight group that nobody holds from one moment to another (not in the last one; kNever: to the
+// end): it may leave for nothing, and comes back by the lane.
+struct IdleWeights {
+  Bytes bytes = 0;
+  std::uint32_t from = 0;
+  std::uint32_t until = KnownRecord::kNever;
+};
+
 struct KnownStep {
   std::span<const KnownRecord> records;
-  // Of each moment: the most memory that would be occupied if nothing had left, and when it begins.
+  // Of each moment: the most memory that would be occupied if nothing had left, but weights that
+  // nobody holds; and when it begins.
   std::span<const Bytes> full;
   std::span<const std::uint64_t> at_ns;
   Bytes high = 0;
   double out_bytes_per_ns = 0;
   double in_bytes_per_ns = 0;
+  std::span<const IdleWeights> idle{};
 };
 
 // What the lanes carry, in bytes per ns: what was measured last, of whichever step. Until a copy

@@ -18,6 +18,7 @@ struct Placed {
   std::size_t used = 0;      // past the last: never
   std::size_t done = 0;      // in which its copy out ends, where it leaves
   bool returns = false;
+  bool weights = false;                    // idle ones: they leave for nothing
   double again_ns = 0;                     // to make it again; 0: no recipe can
   const std::uint32_t* made_of = nullptr;  // KnownRecord's
   std::size_t call = 0;                    // that can be run again for it, from 1 on; 0: none
@@ -36,7 +37,9 @@ struct Grid {
   static constexpr std::size_t kManyRecords = 4096;
 
   explicit Grid(const KnownStep& step)
-      : buckets(step.records.size() > kManyRecords ? kFewBuckets : kBuckets), over(buckets, 0) {
+      : buckets(step.records.size() > kManyRecords ? kFewBuckets : kBuckets),
+        over(buckets, 0),
+        count(step.records.size()) {
     const std::size_t moments = step.full.size();
     const std::uint64_t end = moments > 0 ? step.at_ns.back() : 0;
     bucket_ns = std::max(1.0, static_cast<double>(end) / static_cast<double>(buckets));
@@ -45,18 +48,25 @@ struct Grid {
       const auto bucket = static_cast<std::size_t>(static_cast<double>(step.at_ns[m]) / bucket_ns);
       bucket_of[m] = std::min(bucket, buckets - 1);
     }
+    std::vector<Bytes> idle(moments + 1, 0);  // changes; unsigned, and sums come out right
+    for (const IdleWeights& one : step.idle) {
+      idle[std::min<std::size_t>(one.from, moments)] += one.bytes;
+      idle[std::min<std::size_t>(one.until, moments)] -= one.bytes;
+    }
+    Bytes there = 0;
     for (std::size_t m = 0; m < moments; ++m) {
+      there += idle[m];
       const std::size_t last = m + 1 < moments ? bucket_of[m + 1] : buckets - 1;
-      const double above = static_cast<double>(step.full[m]) - static_cast<double>(step.high);
+      const double above =
+          static_cast<double>(step.full[m] + there) - static_cast<double>(step.high);
       for (std::size_t b = bucket_of[m]; b <= last; ++b) {
         over[b] = std::max(over[b], above);
       }
     }
-    records.reserve(step.records.size());
+    records.reserve(step.records.size() + step.idle.size());
     std::unordered_map<std::uint64_t, std::size_t> numbers;
     for (const KnownRecord& record : step.records) {
       Placed placed;
-      placed.retained = placed.used = placed.done = buckets;
       placed.bytes = static_cast<double>(record.bytes);
       placed.again_ns = static_cast<double>(record.again_ns);
       placed.made_of = record.made_of;
@@ -64,18 +74,28 @@ struct Grid {
         placed.call = numbers.try_emplace(record.call, numbers.size() + 1).first->second;
         placed.rerun_ns = static_cast<double>(record.rerun_ns);
       }
-      if (record.retained < moments) {
-        placed.retained = bucket_of[record.retained];
-      }
-      if (record.used < moments) {
-        placed.used = bucket_of[record.used];
-        placed.returns = true;
-      }
+      place(placed, record.retained, record.used);
+      records.push_back(placed);
+    }
+    for (const IdleWeights& one : step.idle) {
+      Placed placed;
+      placed.bytes = static_cast<double>(one.bytes);
+      placed.weights = true;
+      place(placed, one.from, one.until);
       records.push_back(placed);
     }
     calls = numbers.size();
     out = step.out_bytes_per_ns * bucket_ns;
     in = step.in_bytes_per_ns * bucket_ns;
+  }
+
+  // From which bucket to which it may be away.
+  void place(Placed& one, std::uint32_t from, std::uint32_t until) const {
+    const std::size_t moments = bucket_of.size();
+    one.done = buckets;
+    one.retained = from < moments ? bucket_of[from] : buckets;
+    one.used = until < moments ? bucket_of[until] : buckets;
+    one.returns = until < moments;
   }
 
   std::size_t buckets;
@@ -84,7 +104,8 @@ struct Grid {
   double in = 0;
   Row over;                            // how much must be away
   std::vector<std::size_t> bucket_of;  // of moments
-  std::vector<Placed> records;
+  std::vector<Placed> records;         // and behind them idle weights
+  std::size_t count;                   // of records
   std::size_t calls = 0;
 };
 

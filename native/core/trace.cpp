@@ -39,7 +39,46 @@ Bytes Trace::memory() const {
          (full.capacity() + at_ns.capacity() + least.capacity() + live.capacity() +
           requests.capacity() + requests_before.capacity()) *
              sizeof(Bytes) +
-         held.capacity() * sizeof(Held);
+         held.capacity() * sizeof(Held) + weight_uses.capacity() * sizeof(WeightUse) +
+         idle.capacity() * sizeof(IdleWeights);
+}
+
+// One that was left in the same moment, or the one before, was held all along.
+void Trace::weights_held(std::uint32_t group, Bytes bytes) {
+  const auto now = static_cast<std::uint32_t>(full.size() - 1);
+  const auto last = std::find_if(weight_uses.rbegin(), weight_uses.rend(),
+                                 [&](const WeightUse& use) { return use.group == group; });
+  if (last != weight_uses.rend() && last->until + 1 >= now) {
+    last->until = KnownRecord::kNever;
+  } else {
+    weight_uses.push_back({group, bytes, now});
+  }
+}
+
+void Trace::weights_left(std::uint32_t group) {
+  const auto last = std::find_if(weight_uses.rbegin(), weight_uses.rend(),
+                                 [&](const WeightUse& use) { return use.group == group; });
+  if (last != weight_uses.rend()) {
+    last->until = static_cast<std::uint32_t>(full.size() - 1);
+  }
+}
+
+void Trace::find_idle() {
+  std::unordered_map<std::uint32_t, std::uint32_t> free_from;  // by group
+  idle.clear();
+  for (const WeightUse& use : weight_uses) {
+    std::uint32_t& from = free_from[use.group];
+    if (from < use.from) {
+      idle.push_back({use.bytes, from, use.from});
+    }
+    from = use.until == KnownRecord::kNever ? use.until : use.until + 1;
+  }
+  for (const WeightUse& use : weight_uses) {
+    if (std::uint32_t& from = free_from[use.group]; from < full.size()) {
+      idle.push_back({use.bytes, from});
+      from = KnownRecord::kNever;
+    }
+  }
 }
 
 Bytes Trace::request_at(std::size_t place) const {
@@ -120,7 +159,7 @@ KnownStep Trace::known(std::vector<KnownRecord>* records) const {
     std::copy(std::begin(entry.made_of), std::end(entry.made_of), records->back().made_of);
   }
   time_reruns(records);
-  return {*records, full, at_ns, high, rates.out, rates.in};
+  return {*records, full, at_ns, high, rates.out, rates.in, idle};
 }
 
 // Of each stretch the least of what was measured counts: what else held the GPU up is not its own.

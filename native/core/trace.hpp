@@ -90,6 +90,19 @@ struct Trace {
       throw;
     }
   }
+  // Weight groups that were held in it, from one moment to another, in order; and what they were
+  // not held in, once it is over.
+  struct WeightUse {
+    std::uint32_t group = 0;
+    Bytes bytes = 0;
+    std::uint32_t from = 0;
+    std::uint32_t until = KnownRecord::kNever;  // the last
+  };
+  std::vector<WeightUse> weight_uses;
+  std::vector<IdleWeights> idle;
+  void weights_held(std::uint32_t group, Bytes bytes);
+  void weights_left(std::uint32_t group);
+  void find_idle();
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;

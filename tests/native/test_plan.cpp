@@ -75,6 +75,29 @@ TEST(
   CHECK(plan.leaves(second[1]));
 }
 
+TEST("of a step with weights the plan knows when nobody holds them, from moment to moment") {
+  Plan plan;
+  plan.begin_step(kHigh, 0);
+  plan.weights_held(7, 3_MiB);  // moment 0
+  std::vector<Plan::Place> places{plan.saved(4_MiB)};
+  plan.weights_left(7);  // 1
+  places.push_back(plan.saved(4_MiB));
+  places.push_back(plan.saved(4_MiB));
+  plan.unpacked(places[2]);
+  plan.unpacked(places[1]);
+  plan.weights_held(7, 3_MiB);  // 5
+  plan.weights_left(7);
+  plan.weights_held(7, 3_MiB);  // at once: it was held all along
+  plan.unpacked(places[0]);
+  plan.weights_left(7);  // 6
+  plan.begin_step(kHigh, 0);
+  const std::vector<IdleWeights>& idle = plan.newest()->idle;
+  CHECK_EQ(idle.size(), 1);
+  CHECK_EQ(idle[0].bytes, 3_MiB);
+  CHECK_EQ(idle[0].from, 2);
+  CHECK_EQ(idle[0].until, 5);
+}
+
 TEST("a pass without backward teaches nothing") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB}, {1});

@@ -372,6 +372,31 @@ TEST("times of a step that went another way change nothing") {
   CHECK(plan.wants_times(&trace, &moments));
 }
 
+TEST("idle weights leave for nothing, and no record beside them while the lane can bring them") {
+  Made made(one_graph(8), 8 * kSize, 0.25);
+  const std::vector<IdleWeights> idle{{kSize, 2, 16}};
+  made.step.idle = idle;
+  CHECK(choose_fates(made.step, made.stay) == made.stay);
+  CHECK_EQ(forecast(made.step, made.stay).late_ns, 0);
+  // Held all along they are in the way.
+  const std::vector<IdleWeights> none;
+  made.step.idle = none;
+  for (Bytes& full : made.step_full) {
+    full += kSize;
+  }
+  CHECK(choose_fates(made.step, made.stay) != made.stay);
+}
+
+TEST(
+    "what brings idle weights back is not there for records: the GPU waits, and the forecast says "
+    "so") {
+  Made made(one_graph(8), 6 * kSize, 0.5);
+  const std::vector<IdleWeights> idle{{4 * kSize, 2, 11}};
+  const std::uint64_t alone = forecast(made.step, made.leave({1, 2})).late_ns;
+  made.step.idle = idle;
+  CHECK(forecast(made.step, made.leave({1, 2})).late_ns > alone + 4 * kMomentNs);
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
