@@ -1,10 +1,12 @@
 """Records one training step of plain torch as the core would see it, for tests to replay.
 
     python benchmarks/record_trace.py MODEL OUT [NUMBER]
+    python benchmarks/record_trace.py lora OUT [TOKENS]
     torchrun --nproc-per-node 2 benchmarks/record_trace.py fsdp2 OUT
 
 MODEL is one of shapes.py (gpt, llama, ...) or a workload (pipeline, moe, ...). NUMBER is the
-step's, whose data the workload makes. Of several ranks the first one writes.
+step's, whose data the workload makes. `lora` is the model of weights.py, which has frozen blocks,
+with so many tokens. Of several ranks the first one writes.
 
 Saved tensors are not kept meanwhile: pack keeps their shapes, unpack makes new ones of the same
 sizes, so that torch frees what it would free with us, and allocates once more what we would restore
@@ -15,6 +17,7 @@ A line an event, in torch's own order; sizes in bytes, times in microseconds sin
 a BLOCK BYTES [STREAM]    torch allocates          f BLOCK   torch frees
 s RECORD BLOCK FROM TO    a storage is saved       h RECORD  the last saved variable over it is gone
 u RECORD ALIAS            backward asks for it     d ALIAS   and is done with it
+e BLOCK HOW               a frozen block: 0 entered, 1 left, 2 entered by backward
 t GPU HOST                clocks: what was queued so far has run then on the GPU; the host's now
 
 STREAM is 1, 2, ... for memory of other streams than the compute stream.
@@ -30,6 +33,7 @@ import sys
 from typing import Any
 
 import torch
+import weights
 import workload_models
 from shapes import MODELS
 from workload_cases import CASES
@@ -91,7 +95,38 @@ class _Handle:
         self.recorder.mark("h", self.note)
 
 
-def record(work: workload_models.Workload, number: int) -> list[str]:
+class Lora:
+    """A step of weights.py's model, whose blocks the recorder is told of."""
+
+    def __init__(self, tokens: int) -> None:
+        case = weights.Case("recorded", tokens)
+        device = torch.device("cuda")
+        self.model = weights.build(case, device)
+        self.batch = torch.randn(1, tokens, case.width, device=device, dtype=torch.bfloat16)
+        self.recorder: Recorder | None = None
+        layers: Any = self.model.layers
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(self._note, i, 0))
+            layer.register_forward_hook(functools.partial(self._left, i))
+
+    def _note(self, block: int, how: int, *_: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.mark("e", block, how)
+
+    def _left(self, block: int, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        self._note(block, 1)
+        output.register_hook(functools.partial(self._note, block, 2))
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def step(self, number: int, hooks: Any, done: Any) -> None:
+        with hooks():
+            loss = self.model(self.batch)
+        loss.backward()
+
+
+def record(work: Any, number: int) -> list[str]:
     """One step's lines."""
     for warm in range(WARM_STEPS):
         work.zero_grad()
@@ -106,6 +141,8 @@ def record(work: workload_models.Workload, number: int) -> list[str]:
     }
     torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python", context=None)
     recorder = Recorder(before)
+    if isinstance(work, Lora):
+        work.recorder = recorder
     recorder.mark("begin")
     hooks = functools.partial(
         torch.autograd.graph.saved_tensors_hooks, recorder.pack, recorder.unpack
@@ -148,6 +185,8 @@ def lines(recorder: Recorder, history: list[dict[str, Any]]) -> list[str]:
                 record_of[index] = number
                 handles[number] = handles.get(number, 0) + 1
                 found.append(f"s {number} {block} {note[2]} {note[3]}")
+            elif note[0] == "e":
+                found.append(f"e {note[1]} {note[2]}")
             elif note[0] == "u":
                 wanted = record_of[note[1]]
             elif note[0] == "h":
@@ -175,14 +214,18 @@ def lines(recorder: Recorder, history: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     name, out, *number = sys.argv[1:]
-    builder, shape = (CASES[name].model, CASES[name].shape) if name in CASES else MODELS[name]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
     if "LOCAL_RANK" in os.environ:
         torch.distributed.init_process_group("nccl")
     torch.manual_seed(0)
-    work = workload_models.build(builder, shape, torch.device("cuda"))
-    found = record(work, int(number[0]) if number else 0)
+    wanted = int(number[0]) if number else 0
+    if name == "lora":
+        found = record(Lora(wanted or 8192), 0)
+    else:
+        builder, shape = (CASES[name].model, CASES[name].shape) if name in CASES else MODELS[name]
+        work = workload_models.build(builder, shape, torch.device("cuda"))
+        found = record(work, wanted)
     if rank == 0:
         pathlib.Path(out).write_text("\n".join(found) + "\n")
     return 0

@@ -32,8 +32,7 @@ void Books::note_live() {
 // Not told while a record comes back: it has its block then, and counts as away still.
 void Books::note_occupied() {
   if (d_.budget.armed) {
-    const Bytes idle = d_.weights.idle_bytes();
-    d_.plan.occupied(d_.counters.occupied - idle, d_.counters.mapped - idle);
+    d_.plan.occupied(d_.without_idle(d_.counters.occupied), d_.without_idle(d_.counters.mapped));
   }
 }
 

@@ -54,6 +54,11 @@ struct Device {
     return occupied - std::min(occupied, may_leave);
   }
 
+  // Of what is occupied, all but weights that nobody holds.
+  Bytes without_idle(Bytes occupied) const {
+    return occupied - std::min(occupied, weights.idle_bytes());
+  }
+
   const int number;
   const Bytes bytes;  // of the device
   const Bytes granularity;

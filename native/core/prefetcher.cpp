@@ -163,7 +163,7 @@ void Prefetcher::overtake(std::vector<Wanted>& wanted) {
 // Weights that nobody holds are in nobody's way, up to `high`: there one leaves that is needed
 // later.
 bool Prefetcher::room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied) {
-  if (!fits_under(*occupied - std::min(*occupied, d_.weights.idle_bytes()), bytes, room)) {
+  if (!fits_under(d_.without_idle(*occupied), bytes, room)) {
     return false;
   }
   while (!fits_under(*occupied, bytes, std::max(room, d_.budget.high))) {
@@ -191,8 +191,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   Bytes occupied = d_.counters.occupied;
   // Beside that, when the record looked at is asked for: from here on what is there until then.
   Bytes there = measured ? d_.ahead : d_.counters.retained;
-  Bytes fullest =
-      std::max(occupied - std::min(occupied, d_.weights.idle_bytes()), there + from_needed);
+  Bytes fullest = std::max(d_.without_idle(occupied), there + from_needed);
   const Bytes between = measured ? (d_.budget.high - d_.budget.low) / 2 : 0;
   const Bytes most = d_.budget.low + between;
   const Bytes room = most - std::min(most, reserve_);

@@ -53,9 +53,10 @@ class Prefetcher {
   };
 
   Record* next_wanted(const Record& record);
+  // Whether so much more fits; groups that are needed later than the record leave for it.
+  bool room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied);
   // What fits, in the order of use, from the one after `from` on. `ahead`: bytes that are there
   // already, before the first that is not.
-  bool room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied);
   void choose(Record& from, bool far, std::vector<Wanted>* wanted, Bytes* ahead);
   void bring(Entry& entry, std::vector<Wanted>& wanted, bool soon);
   bool queue(std::span<const Wanted> batch);

@@ -156,7 +156,7 @@ class Runtime {
   // status that is not ok nothing has changed.
   Status enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address);
   void leave_weights(GroupId id);
-  // The next group comes if it lacked room before and has it now.
+  // Whether the next group lacked room, and without the lock. It comes if it has it now.
   bool lacks_weights() const { return d_.weights.lacks_room(); }
   void more_weights(driver::Stream consumer);
   // All that nobody holds leaves; for tests, and for who needs the memory.

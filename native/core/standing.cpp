@@ -87,10 +87,11 @@ GroupId Standing::next_ahead(std::uint32_t record, bool* far) const {
   std::size_t count = 0;
   std::uint32_t away = 0;
   bool forwards = true;  // so far
+  const bool in_forward = order_.current().kind != UseKind::backward;
   for (const Use& use : order_.upcoming()) {
     forwards = forwards && use.kind != UseKind::backward;
     *far = count == kAhead;
-    if (*far && !forwards && away >= record) {
+    if (*far && !forwards && (in_forward || away >= record)) {
       break;
     }
     ++away;
@@ -107,23 +108,32 @@ GroupId Standing::next_ahead(std::uint32_t record, bool* far) const {
   return kNoGroup;
 }
 
-Bytes Standing::needed_until(GroupId id) const {
+Bytes Standing::live_until(GroupId id) const {
   const auto beside = [&](Use use) {
     return alive(use.group) ? groups_[use.group].beside[static_cast<std::size_t>(use.kind)] : 0;
   };
-  Bytes weights = groups_[id].bytes;
-  for (const WeightGroup& group : groups_) {
-    weights += group.holds > 0 ? group.bytes : 0;
-  }
   Bytes most = beside(order_.current());
   for (const Use& use : order_.upcoming()) {
     if (use.group == id) {
       break;
     }
     most = std::max(most, beside(use));
+  }
+  return most;
+}
+
+Bytes Standing::needed_until(GroupId id) const {
+  Bytes weights = groups_[id].bytes;
+  for (const WeightGroup& group : groups_) {
+    weights += group.holds > 0 ? group.bytes : 0;
+  }
+  for (const Use& use : order_.upcoming()) {
+    if (use.group == id) {
+      break;
+    }
     weights += alive(use.group) && groups_[use.group].may_leave() ? groups_[use.group].bytes : 0;
   }
-  return weights + most;
+  return weights + live_until(id);
 }
 
 std::uint32_t Standing::needed_in(Plan::Place place) const {

@@ -23,7 +23,6 @@ struct WeightGroup {
   Seq arrived = 0;            // and its event there
   std::uint32_t holds = 0;
   bool alive = false;
-  bool ahead = false;             // came ahead of need, and was not used since
   std::array<Bytes, 3> beside{};  // most that was live beside all weights in its last uses, by kind
 
   bool home() const { return block != nullptr; }
@@ -43,6 +42,7 @@ class Standing {
   bool alive(GroupId id) const { return id < groups_.size() && groups_[id].alive; }
   bool empty() const { return count_ == 0; }
   UseOrder& order() { return order_; }
+  const UseOrder& order() const { return order_; }
   std::size_t size() const { return groups_.size(); }  // of ids that were ever given
   Bytes bytes() const { return bytes_; }               // of all
 
@@ -52,11 +52,15 @@ class Standing {
   // largest. kNoGroup without any.
   GroupId farthest() const;
   // The nearest group that is away: of the next few, or before anything else that the link could
-  // bring: until the next backward, or the use in which a record that is away is needed. kNoGroup
-  // where all are home. `far`: it is not of the next few.
+  // bring: in forward until the next backward, which memory fills up until; in backward until the
+  // use in which a record that is away is needed. kNoGroup where all are home. `far`: it is not of
+  // the next few.
   GroupId next_ahead(std::uint32_t record, bool* far) const;
   // So much is live now beside all weights.
   void live_beside(Bytes bytes) { beside_ = std::max(beside_, bytes); }
+  // The most that is live beside all weights until the group is used, as far as that is known from
+  // the last time.
+  Bytes live_until(GroupId id) const;
   // What must be there until the group is used, itself too: what is held and what is used before
   // it, and the most that is live beside them, as far as that is known from the last time.
   Bytes needed_until(GroupId id) const;

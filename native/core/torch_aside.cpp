@@ -44,7 +44,7 @@ void TorchStore::set_aside(Entry& entry) {
   const HolesAhead::Hole hole = *wanted;
   if (cache_.largest_hole(hole.owner) < hole.bytes) {
     look_at_cache(hole.owner);
-    const Window window = choose_window(sight_.candidates, hole.bytes);
+    const Window window = choose_window(sight_.candidates, hole.bytes, d_.plan.with_weights());
     Attempt attempt;
     const bool leave = window.victims > 0;
     if (!window.found || (leave && !soon) ||

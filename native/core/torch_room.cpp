@@ -289,7 +289,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
       look_at_cache(owner, request, roof - std::min(roof, d_.counters.mapped + small));
       Window window;
       if (request > kSmallLimit) {
-        window = choose_window(sight_.candidates, request);
+        window = choose_window(sight_.candidates, request, d_.plan.with_weights());
       }
       if (is_there(window, roof)) {
         return;

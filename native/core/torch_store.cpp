@@ -280,8 +280,7 @@ void TorchStore::refresh() {
     counters.live_peak = std::max(counters.live_peak, live);
     d_.plan.live(live);
     d_.weights.note_live(live);
-    const Bytes idle = d_.weights.idle_bytes();
-    d_.plan.occupied(peak - std::min(peak, idle), counters.mapped - idle);
+    d_.plan.occupied(d_.without_idle(peak), d_.without_idle(counters.mapped));
     if (counters.mapped > d_.budget.high) {
       d_.books.note_overshoot(live);
     }

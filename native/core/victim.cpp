@@ -35,7 +35,7 @@ class SlidingMaximum {
 }  // namespace
 
 // Two ends that only move forward: for every first block the shortest run that holds `bytes`.
-Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
+Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies_first) {
   Window best;
   SlidingMaximum ages(&Candidate::age);
   SlidingMaximum copies(&Candidate::copy);
@@ -62,8 +62,10 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes) {
     victim_bytes += is_victim ? last.size : 0;
     victim_count += is_victim ? 1 : 0;
     for (; held >= bytes; ++begin) {
-      const WindowCost cost{victim_count > 0, ages.value(blocks), victim_bytes,
-                            copies.value(blocks), held};
+      const std::uint64_t soonest = ages.value(blocks);
+      const std::uint64_t copy = copies.value(blocks);
+      const std::uint64_t wait = copies_first && soonest == 0 ? copy : 0;
+      const WindowCost cost{victim_count > 0, soonest, wait, victim_bytes, copy, held};
       if (!best.found || cost < best.cost) {
         best = {begin, end + 1, true, victim_count, cost};
       }

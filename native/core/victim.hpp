@@ -28,6 +28,7 @@ struct Candidate {
 struct WindowCost {
   bool any_victim = false;
   std::uint64_t soonest = 0;  // the greatest age
+  std::uint64_t wait = 0;     // the last copy, where that counts before bytes
   Bytes victim_bytes = 0;
   std::uint64_t last_copy = 0;  // the greatest
   Bytes bytes = 0;
@@ -48,6 +49,7 @@ struct Window {
 // victim bytes; then the one whose last copy out was queued first. Oldest first with free
 // neighbours counted (Coop, and IBM's LMS, reclaim contiguous runs for the same reason: freed bytes
 // that do not join are unusable).
-Window choose_window(std::span<const Candidate> blocks, Bytes bytes);
+// `copies_first`: where all of its victims leave in any case, the last copy counts before bytes.
+Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies_first = false);
 
 }  // namespace stagehand::core

@@ -12,6 +12,9 @@ namespace stagehand::core {
 void Weights::leave(GroupId id) {
   WeightGroup& group = standing_.at(id);
   idle_bytes_ += --group.holds == 0 && group.home() ? group.bytes : 0;
+  if (group.holds == 0) {
+    d_.plan.weights_left(id);
+  }
 }
 
 Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer,
@@ -25,6 +28,9 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     return Status::captured;
   }
   idle_bytes_ -= group.may_leave() ? group.bytes : 0;
+  if (group.holds == 0 && kind != UseKind::sampling) {
+    d_.plan.weights_held(id, group.bytes);
+  }
   ++group.holds;  // rule W3: from here on it stays
   const Record* newest = d_.ledger.newest();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
@@ -44,7 +50,6 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     leave(id);
     return Status::driver_failed;
   }
-  group.ahead = false;
   if (&clock != group.block->clock) {
     d_.clocks.add_user(group.block, clock);
   }
@@ -63,7 +68,11 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   WeightGroup& group = standing_.at(id);
   const std::uint32_t generation = group.generation;
   Status status = Status::ok;
-  Block* block = d_.store->make_weights(entry, group.bytes, stream, ahead, &status);
+  Bytes& arriving = ahead ? arriving_idle_ : arriving_held_;
+  const Bytes bytes = group.bytes;
+  arriving += bytes;
+  Block* block = d_.store->make_weights(entry, bytes, stream, ahead, &status);
+  arriving -= bytes;
   if (block == nullptr) {
     return status == Status::ok ? Status::out_of_memory : status;
   }
@@ -82,7 +91,6 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   group.block = block;
   group.clock = arrived.clock;
   group.arrived = arrived.seq;
-  group.ahead = ahead;
   home_bytes_ += group.bytes;
   idle_bytes_ += group.holds == 0 ? group.bytes : 0;
   ++counts_.loads;
@@ -110,9 +118,12 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
     return false;
   }
   d_.store->look();
-  const bool beside = far && standing_.order().current().kind == UseKind::backward;
-  const Bytes high = beside ? d_.budget.low : std::min(d_.budget.high, d_.budget.limit);
+  const Bytes high = std::min(d_.budget.high, d_.budget.limit);
   const Bytes bytes = standing_.at(id).bytes;
+  const bool beside = far && standing_.order().current().kind == UseKind::backward;
+  if (beside && !fits_beside(id, high)) {
+    return false;
+  }
   if (standing_.needed_until(id) > high) {
     return false;  // it would have to leave again before it is used
   }
@@ -132,6 +143,15 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
     const Unlocked unlocked(entry);  // torch has it from here on
   }
   return standing_.alive(id) && bring(entry, id, stream, true) == Status::ok;
+}
+
+// Far ahead in backward: beside all weights at home, the most that will be live until then, and
+// what is saved; for the next step that is also what has yet to come back.
+bool Weights::fits_beside(GroupId id, Bytes high) const {
+  const Counters& now = d_.counters;
+  const Bytes later = standing_.order().turns_before(id) ? now.evicted + now.dropped : 0;
+  const Bytes most = home_bytes_ + standing_.live_until(id) + now.retained + later;
+  return fits_under(most, standing_.at(id).bytes, high);
 }
 
 // A record that is needed later than the group leaves.
@@ -171,9 +191,9 @@ void Weights::put_away(WeightGroup& group) {
   d_.books.give_back(block);
 }
 
-GroupId Weights::leaver(bool small_too, bool last) {
+GroupId Weights::leaver(bool small_too) {
   const GroupId farthest = standing_.farthest();
-  if (farthest == kNoGroup || last) {
+  if (farthest == kNoGroup) {
     return farthest;
   }
   const Record* record = d_.books.victims().last_needed(small_too);
@@ -182,21 +202,25 @@ GroupId Weights::leaver(bool small_too, bool last) {
   }
   const UseOrder& order = standing_.order();
   const std::uint32_t away = order.distance(farthest);
-  if (!d_.books.victims().leaves_free(*record) && order.turns_before(farthest) &&
-      away > 2 * Standing::kAhead) {
+  // A copy that is not known to have ended is one to wait for, or still to be made.
+  const bool waits =
+      !d_.books.victims().leaves_free(*record) ||
+      (record->copy.holds_bytes() &&
+       !d_.clocks.at(record->copy.written.clock).known_passed(record->copy.written.seq));
+  if (waits && order.turns_before(farthest) && away > 2 * Standing::kAhead) {
     return farthest;
   }
   const bool sooner = standing_.needed_in(record->place) > away;
   return sooner ? kNoGroup : farthest;
 }
 
-Bytes Weights::would_give(bool small_too, bool last) {
-  const GroupId id = standing_.empty() ? kNoGroup : leaver(small_too, last);
+Bytes Weights::would_give(bool small_too) {
+  const GroupId id = standing_.empty() ? kNoGroup : leaver(small_too);
   return id == kNoGroup ? 0 : standing_.at(id).bytes;
 }
 
 Bytes Weights::make_way(bool small_too, bool last) {
-  const GroupId id = standing_.empty() ? kNoGroup : leaver(small_too, last);
+  const GroupId id = standing_.empty() ? kNoGroup : last ? standing_.farthest() : leaver(small_too);
   if (id == kNoGroup) {
     return 0;
   }

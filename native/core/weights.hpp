@@ -33,7 +33,7 @@ class Weights {
   const Counts& counts() const { return counts_; }
   Bytes home_bytes() const { return home_bytes_; }
   // Of them, what nobody holds.
-  Bytes idle_bytes() const { return idle_bytes_; }
+  Bytes idle_bytes() const { return idle_bytes_ + arriving_idle_; }
 
   // Walk 6. Holds the group, which is at home for work queued on `consumer` from now on.
   Status enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer, Address* address);
@@ -48,16 +48,17 @@ class Weights {
   // So much is live, of the weights what is held.
   void note_live(Bytes live) {
     if (!standing_.empty()) {
-      const Bytes held = home_bytes_ - idle_bytes_;
+      const Bytes held = home_bytes_ - idle_bytes_ + arriving_held_;
       standing_.live_beside(live - std::min(live, held));
     }
   }
 
   // Walk 7. A request lacks room: a group leaves where it is needed no sooner than the record that
-  // would leave else; before one that has to be copied out also where it is not needed in what is
-  // left of this forward or backward; or as the last that can leave at all. What it had; 0: none.
+  // would leave else; before one whose copy out has to be waited for also where it is not needed in
+  // what is left of this forward or backward; or as the last that can leave at all. What it had; 0:
+  // none.
   Bytes make_way(bool small_too, bool last = false);
-  Bytes would_give(bool small_too, bool last = false);
+  Bytes would_give(bool small_too);
   // The same ahead of need, for a record of that place that is needed soon: a group that is later.
   Bytes make_way_for(Plan::Place record);
   // A pool is entered: groups leave until no more than `most` is in use.
@@ -69,7 +70,8 @@ class Weights {
   const char* broken() const;
 
  private:
-  GroupId leaver(bool small_too, bool last);
+  GroupId leaver(bool small_too);
+  bool fits_beside(GroupId id, Bytes high) const;
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
@@ -79,7 +81,9 @@ class Weights {
   Standing standing_;
   Counts counts_;
   Bytes home_bytes_ = 0;
-  Bytes idle_bytes_ = 0;  // of those
+  Bytes idle_bytes_ = 0;     // of those
+  Bytes arriving_idle_ = 0;  // their memory is being made, and may be on the books already
+  Bytes arriving_held_ = 0;
   std::atomic<bool> lacks_room_{false};
 };
 

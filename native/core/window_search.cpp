@@ -77,7 +77,7 @@ void WindowSearch::consider(const Run& run, Block* around, Bytes bytes, std::uin
       break;
     }
   }
-  const Window window = choose_window(candidates_, bytes);
+  const Window window = choose_window(candidates_, bytes, plan_.with_weights());
   if (!window.found || (best_.found && !(window.cost < best_.cost))) {
     return;
   }

@@ -1,67 +1,134 @@
-// LoRA on a frozen model, replayed on the process allocator in virtual time: blocks whose weights
+// LoRA on a frozen model, replayed in virtual time, in either store: blocks whose weights
 // come and go, beside what each saves. Copies and pinning are only charged for.
 #pragma once
 
 #include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "native/held_rig.hpp"
 #include "native/trace.hpp"
 
 namespace stagehand::core::test {
 
-// Of benchmarks/weights.py on an H200: a GPT of width 4096 and 12 layers in bf16.
-struct Lora {
-  std::size_t blocks = 12;
-  Bytes group = 384_MiB;
-  std::vector<Bytes> saves;      // of a block, in order
-  Bytes gradient = 256_MiB;      // the largest of backward's own tensors
-  std::uint64_t forward_ns = 0;  // of a block on the GPU
-  std::uint64_t backward_ns = 0;
-  std::uint64_t host_ns = 1'000'000;  // of a block, in either
-
-  Bytes weights() const { return blocks * group; }
-  Bytes saved() const {
-    Bytes all = 0;
-    for (const Bytes one : saves) {
-      all += one;
-    }
-    return blocks * all;
-  }
-};
-
-// A sequence of 8192 tokens, and of 1024.
-inline Lora long_lora() {
-  return {.saves = {64_MiB, 64_MiB, 192_MiB, 64_MiB, 64_MiB, 64_MiB, 256_MiB, 256_MiB},
-          .forward_ns = 7'000'000,
-          .backward_ns = 13'500'000};
-}
-inline Lora short_lora() {
-  return {.saves = {8_MiB, 8_MiB, 24_MiB, 8_MiB, 8_MiB, 8_MiB, 32_MiB, 32_MiB},
-          .gradient = 32_MiB,
-          .forward_ns = 1'000'000,
-          .backward_ns = 1'900'000};
-}
-
 struct LoraStep {
   double ms = 0;
-  double loads = 0;
-  double late = 0;
-  Bytes in = 0;   // to the GPU, of both kinds
-  Bytes out = 0;  // of records
+  std::uint64_t loads = 0;
+  Bytes in = 0;  // to the GPU, of both kinds
   Bytes over = 0;
 };
 
+inline Machine lora_machine() {
+  Machine with = trace_machine();
+  with.host_limit = 32_GiB;
+  with.classes = {{8_MiB, 32_MiB, 64_MiB, 256_MiB}, {64, 64, 256, 64}};
+  return with;
+}
+
+// What a step does with tensors: on the process allocator,
+struct HeapTensors {
+  using Made = Address;
+  struct Record {
+    Saved saved;
+    std::uint64_t ns = 0;          // of its recipe; 0: none
+    std::shared_ptr<Record> from;  // what that reads
+  };
+  using Held = std::shared_ptr<Record>;
+  CoreRig rig{lora_machine()};
+  std::vector<Plan::ToProve> proofs;
+
+  void begin_step() {
+    for (const Plan::ToProve& proof : std::exchange(proofs, {})) {
+      rig.runtime->proved(proof, true);
+    }
+  }
+  Made make(Bytes bytes, driver::Stream on) { return rig.allocate(bytes, on); }
+  void drop(Made made) { CHECK(rig.runtime->free(made)); }
+  Held save(Made made, Bytes bytes, driver::Stream, Held from, std::uint64_t ns) {
+    core::Made recipe{made, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U, ns != 0};
+    if (ns != 0) {
+      recipe.of[0] = from->saved.record;
+    }
+    const Saved saved = rig.runtime->save(made, made, made + bytes, false, recipe, {});
+    CHECK_EQ(saved.refusal, Refusal::none);
+    return std::make_shared<Record>(Record{saved, ns, from});
+  }
+  Block* unpack(const Record& record, driver::Stream on) {
+    Runtime& runtime = *rig.runtime;
+    Unpacked found = runtime.unpack(record.saved.record, record.saved.offset, on);
+    if (found.status == Status::recompute) {
+      const Address made = again(record, on);
+      runtime.made(record.saved.record, on);
+      CHECK(runtime.refill(record.saved.record, made, on));
+      CHECK(runtime.free(made));
+      found = runtime.unpack(record.saved.record, record.saved.offset, on);
+    }
+    CHECK_EQ(found.status, Status::ok);
+    if (found.proof.trace != 0) {
+      const Address made = again(record, on);
+      runtime.made(record.saved.record, on);
+      CHECK(runtime.free(made));
+      proofs.push_back(found.proof);
+    }
+    return found.block;
+  }
+  Address again(const Record& record, driver::Stream on) {
+    Block* input = unpack(*record.from, on);
+    rig.runtime->making(record.saved.record, on);
+    const Address made = rig.allocate(rig.runtime->bytes_of(record.saved.record), on);
+    CHECK_EQ(keep_busy(on, record.ns), driver::kSuccess);
+    rig.runtime->drop_alias(input);
+    return made;
+  }
+  using Alias = Block*;
+  Alias alias(const Held& held, driver::Stream on) { return unpack(*held, on); }
+  void unalias(Alias alias) { rig.runtime->drop_alias(alias); }
+  void end(const Held& held) { rig.runtime->drop_handle(held->saved.record); }
+};
+
+// and where torch's own cuts the blocks.
+struct HeldTensors {
+  using Made = HeldTensor;
+  using Held = SavedTensor;
+  HeldRig rig{lora_machine()};
+
+  Made make(Bytes bytes, driver::Stream on) { return {rig.torch.make(bytes, on), bytes, on, 0}; }
+  void drop(const Made& made) { rig.drop(made); }
+  void begin_step() {}
+  SavedTensor save(const Made& made, Bytes, driver::Stream on, const Held&, std::uint64_t) {
+    return rig.save(made, on);
+  }
+  using Alias = HeldTensor;
+  Alias alias(const SavedTensor& saved, driver::Stream on) {
+    const Unpacked found = rig.runtime->unpack(saved.record, saved.offset, on);
+    CHECK_EQ(found.status, Status::ok);
+    return rig.view(found, saved, on);
+  }
+  void unalias(const Alias& tensor) { rig.drop(tensor); }
+  void end(const SavedTensor& saved) { rig.drop_handle(saved); }
+};
+
+// A recorded step of benchmarks/weights.py (benchmarks/record_trace.py), whose lines of kind e are
+// blocks: 0 entered, 1 left, 2 entered by backward, whose window holds the block before it too.
+template <class Tensors>
 class LoraReplay {
  public:
-  LoraReplay(const Lora& model, Bytes high)
-      : rig_(machine()), model_(model), high_(high), host_(model.group) {
-    for (std::size_t i = 0; i < model.blocks; ++i) {
-      groups_.push_back(rig_.runtime->add_weights(model.group, host_.data()));
+  static constexpr std::size_t kBlocks = 12;
+
+  LoraReplay(const std::string& trace, Bytes high) : high_(high), events_(read_trace(trace)) {
+    for (std::size_t i = 0; i < kBlocks; ++i) {
+      groups_.push_back(rig_.runtime->add_weights(kGroup, host_.data()));
     }
     rig_.runtime->presume_weights(groups_);
+    others_ = tensors_.make(kOthers, stream_);
+    find_recipes();
   }
   ~LoraReplay() {
+    drop_rest();
+    tensors_.drop(others_);
     for (const GroupId group : groups_) {
       rig_.runtime->remove_weights(group);
     }
@@ -69,123 +136,148 @@ class LoraReplay {
   LoraReplay(const LoraReplay&) = delete;
   LoraReplay& operator=(const LoraReplay&) = delete;
 
-  // The least that a step can take, and the bytes that must come: what has no room beside one block
-  // comes once for backward, and weights that have none come for forward too.
-  double bound_ms() const {
-    const double link = static_cast<double>(kBytesPerS) / 1e3;
-    const double count = static_cast<double>(model_.blocks);
-    const auto all = [&](std::uint64_t ns) { return count * static_cast<double>(ns) / 1e6; };
-    const double out = above(static_cast<double>(model_.saved()) - room());
-    return std::max({all(model_.forward_ns), for_forward() / link, out / link}) +
-           std::max(all(model_.backward_ns), for_backward() / link);
+  // As recorded, without any budget.
+  double plain_ms() const {
+    double ms = 0;
+    for (const Event& event : events_) {
+      ms = event.kind == 't' ? static_cast<double>(event.a) / 1e3 : ms;
+    }
+    return ms;
   }
-  double bound_bytes() const { return for_forward() + for_backward(); }
 
   LoraStep step() {
-    rig_.budget(high_, high_ - high_ / 16);
+    drop_rest();
+    stagehand_sim_drain();
+    tensors_.begin_step();
+    rig_.budget(high_, high_ - high_ / 9);
     const Counters before = rig_.counters();
     const Weights::Counts loads = rig_.runtime->weight_counts().counts;
     const std::uint64_t began = stagehand_sim_clock_ns();
-    for (std::size_t i = 0; i < model_.blocks; ++i) {
-      forward(i);
+    replay(events_, stream_, [this](const Event& event) { play(event); });
+    for (const GroupId group : std::exchange(window_, {})) {
+      rig_.runtime->leave_weights(group);
     }
-    for (std::size_t i = model_.blocks; i-- > 0;) {
-      backward(i);
-    }
-    end_window();
     CHECK_EQ(sim::table().stream_synchronize(stream_), driver::kSuccess);
     const Counters after = rig_.counters();
     const Weights::Counts now = rig_.runtime->weight_counts().counts;
     LoraStep done;
     done.ms = static_cast<double>(stagehand_sim_clock_ns() - began) / 1e6;
-    done.loads = static_cast<double>(now.loads - loads.loads);
-    done.late = static_cast<double>(now.late - loads.late);
+    done.loads = now.loads - loads.loads;
     done.in = after.restored_bytes - before.restored_bytes + now.loaded_bytes - loads.loaded_bytes;
-    done.out = after.d2h_bytes - before.d2h_bytes;
     done.over = after.overshoot_bytes - before.overshoot_bytes;
     return done;
   }
 
  private:
-  static double above(double bytes) { return std::max(0.0, bytes); }
-  double room() const { return static_cast<double>(high_ - model_.group - 2 * model_.gradient); }
-  double for_forward() const { return above(static_cast<double>(model_.weights()) - room()); }
-  double for_backward() const {
-    return above(static_cast<double>(model_.weights() + model_.saved()) - room());
+  static constexpr Bytes kGroup = 402'718'720;
+  static constexpr Bytes kOthers = 200_MiB;
+  static constexpr std::uint64_t kGeluNs = 250'000;
+
+  // What gelu makes of the other one of its size: the two largest of each block.
+  void find_recipes() {
+    Bytes largest = 0;
+    for (const Event& event : events_) {
+      if (event.kind == 'a') {
+        sizes_[event.a] = event.b;
+      }
+      largest = std::max(largest, event.kind == 's' ? sizes_[event.b] : 0);
+    }
+    std::uint64_t last = 0;
+    for (const Event& event : events_) {
+      if (event.kind != 's' || sizes_[event.b] != largest || event.a == last) {
+        continue;
+      }
+      if (last != 0) {
+        made_of_[event.a] = last;
+      }
+      last = last != 0 ? 0 : event.a;
+    }
   }
-  static Machine machine() {
-    Machine with = trace_machine();
-    with.host_limit = 32_GiB;
-    with.classes = {{8_MiB, 32_MiB, 64_MiB, 256_MiB}, {64, 64, 256, 64}};
-    return with;
+
+  void play(const Event& event) {
+    switch (event.kind) {
+      case 'a':
+        blocks_.emplace(event.a, tensors_.make(event.b, stream_));
+        break;
+      case 'f':
+        tensors_.drop(blocks_.at(event.a));
+        blocks_.erase(event.a);
+        break;
+      case 's': {
+        const auto of = made_of_.find(event.a);
+        const bool can = of != made_of_.end();
+        const auto from = can ? records_.at(of->second) : typename Tensors::Held{};
+        const auto saved = tensors_.save(blocks_.at(event.b), sizes_.at(event.b), stream_, from,
+                                         can ? kGeluNs : 0);
+        if (!records_.emplace(event.a, saved).second) {
+          tensors_.end(saved);  // the trace counts one for all
+        }
+        more();
+        break;
+      }
+      case 'h':
+        tensors_.end(records_.at(event.a));
+        records_.erase(event.a);
+        break;
+      case 'u':
+        aliases_.emplace(event.b, tensors_.alias(records_.at(event.a), stream_));
+        more();
+        break;
+      case 'd':
+        tensors_.unalias(aliases_.at(event.a));
+        aliases_.erase(event.a);
+        break;
+      case 'e':
+        pass(groups_[event.a], event.b);
+        break;
+      default:
+        CHECK(false);
+    }
   }
-  void enter(std::size_t i, UseKind kind) {
-    Address address = 0;
-    CHECK_EQ(rig_.runtime->enter_weights(groups_[i], kind, stream_, &address), Status::ok);
-  }
-  // As the hooks do at each of its tensors.
+  // As the hooks do at each tensor.
   void more() {
     if (rig_.runtime->lacks_weights()) {
       rig_.runtime->more_weights(stream_);
     }
   }
-  void work(std::uint64_t gpu_ns, std::uint64_t host_ns) {
-    keep_busy(stream_, gpu_ns);
-    stagehand_sim_advance_ns(host_ns);
+  void pass(GroupId group, std::uint64_t how) {
+    if (how == 1) {
+      rig_.runtime->leave_weights(group);
+      return;
+    }
+    if (how == 2) {
+      if (window_.size() == 2) {
+        rig_.runtime->leave_weights(window_.front());
+        window_.erase(window_.begin());
+      }
+      window_.push_back(group);
+    }
+    Address address = 0;
+    const UseKind kind = how == 2 ? UseKind::backward : UseKind::forward;
+    CHECK_EQ(rig_.runtime->enter_weights(group, kind, stream_, &address), Status::ok);
   }
-  void forward(std::size_t i) {
-    Runtime& runtime = *rig_.runtime;
-    enter(i, UseKind::forward);
-    const std::uint64_t parts = model_.saves.size();
-    for (const Bytes bytes : model_.saves) {
-      const Address made = rig_.allocate(bytes, stream_);
-      work(model_.forward_ns / parts, model_.host_ns / parts);
-      const Saved saved = runtime.save(made, made, made + bytes, false, {}, {});
-      CHECK_EQ(saved.refusal, Refusal::none);
-      records_.push_back(saved);
-      CHECK(runtime.free(made));
-      more();
+  // Gradients, which the next step drops first.
+  void drop_rest() {
+    for (const auto& [id, made] : blocks_) {
+      tensors_.drop(made);
     }
-    runtime.leave_weights(groups_[i]);
-  }
-  // Its window holds the block before it, too.
-  void backward(std::size_t i) {
-    Runtime& runtime = *rig_.runtime;
-    if (window_.size() == 2) {
-      runtime.leave_weights(groups_[window_.front()]);
-      window_.erase(window_.begin());
-    }
-    enter(i, UseKind::backward);
-    window_.push_back(i);
-    const std::uint64_t parts = model_.saves.size();
-    for (std::size_t k = 0; k < parts; ++k) {
-      const Address gradient = rig_.allocate(model_.gradient, stream_);
-      const Saved saved = records_.back();
-      records_.pop_back();
-      const Unpacked found = runtime.unpack(saved.record, saved.offset, stream_);
-      CHECK_EQ(found.status, Status::ok);
-      work(model_.backward_ns / parts, model_.host_ns / parts);
-      runtime.drop_alias(found.block);
-      runtime.drop_handle(saved.record);
-      CHECK(runtime.free(gradient));
-      more();
-    }
-  }
-  void end_window() {
-    for (const std::size_t i : window_) {
-      rig_.runtime->leave_weights(groups_[i]);
-    }
-    window_.clear();
+    blocks_.clear();
   }
 
-  CoreRig rig_;
-  const Lora model_;
+  Tensors tensors_;
+  CoreRig& rig_ = tensors_.rig;
   const Bytes high_;
-  std::vector<std::byte> host_;
+  const std::vector<Event> events_;
+  std::vector<std::byte> host_ = std::vector<std::byte>(kGroup);
   driver::Stream stream_ = rig_.stream();
   std::vector<GroupId> groups_;
-  std::vector<Saved> records_;
-  std::vector<std::size_t> window_;
+  std::vector<GroupId> window_;
+  typename Tensors::Made others_{};
+  std::map<std::uint64_t, Bytes> sizes_;
+  std::map<std::uint64_t, std::uint64_t> made_of_;  // records, by those that gelu made
+  std::map<std::uint64_t, typename Tensors::Made> blocks_;
+  std::map<std::uint64_t, typename Tensors::Held> records_;
+  std::map<std::uint64_t, typename Tensors::Alias> aliases_;
 };
 
 }  // namespace stagehand::core::test

@@ -165,7 +165,7 @@ TEST("the next groups that are away come: in forward all until the first backwar
   CHECK(far);
 }
 
-TEST("in backward what is needed before the records that are away comes, and else the next two") {
+TEST("in forward the next two come; in backward also what is needed before the records away") {
   Model model(5);
   for (GroupId id = 0; id < 5; ++id) {
     model.standing.used({id, kForward}, {});
@@ -175,8 +175,11 @@ TEST("in backward what is needed before the records that are away comes, and els
   CHECK_EQ(model.standing.next_ahead(2, &far), 3);
   CHECK(!far);
   model.home(3);
+  CHECK_EQ(model.standing.next_ahead(UseOrder::kNever, &far), kNoGroup);  // memory fills up yet
+  model.standing.used({4, UseKind::backward}, {});
+  model.home(2);
   CHECK_EQ(model.standing.next_ahead(2, &far), kNoGroup);
-  CHECK_EQ(model.standing.next_ahead(3, &far), 2);
+  CHECK_EQ(model.standing.next_ahead(3, &far), 1);
   CHECK(far);
 }
 

@@ -40,6 +40,17 @@ TEST("free neighbours count: a small victim between free blocks makes the hole")
   expect({victim(16, 50), wall(), idle(6), victim(2, 9), idle(8)}, 16, 2, 5);
 }
 
+TEST("where all leave in any case, and copies count first, nobody waits for a late one") {
+  const std::vector<Candidate> blocks{idle(6), victim(2, 0, 9), wall(), victim(8, 0, 3)};
+  expect(blocks, 8, 0, 2);
+  const Window window = choose_window(blocks, 8, true);
+  CHECK_EQ(window.begin, 3);
+  CHECK_EQ(choose_window(std::vector<Candidate>{idle(6), victim(2, 1, 9), wall(), victim(8, 1, 3)},
+                         8, true)
+               .begin,
+           0);  // these would stay: each byte counts
+}
+
 TEST("a run never crosses a wall") {
   CHECK(!choose_window(std::vector<Candidate>{idle(7), wall(1), idle(7)}, 8).found);
 }

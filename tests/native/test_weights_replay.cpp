@@ -1,6 +1,6 @@
-// What streaming weights beside activations costs, in virtual time: against the least that the link
-// allows (LoraReplay::bound_ms). Copies in on two lanes do not share the link here, as they do on a
-// real one: bytes are held as well.
+// What streaming weights beside activations costs, in virtual time, against the step as recorded.
+// Copies in on two lanes do not share the link here, as they do on a real one: bytes are held too.
+#include <algorithm>
 #include <string>
 
 #include "native/lora_replay.hpp"
@@ -8,44 +8,61 @@
 namespace stagehand::core::test {
 namespace {
 
-constexpr int kSettled = 6;  // steps, after which each is held to what is promised
-constexpr int kSteps = 12;
+constexpr int kSettled = 6;  // steps, after which the median is held to what is promised
+constexpr int kSteps = 13;
+constexpr Bytes kGB = 1'000'000'000;
+constexpr char kLong[] = "lora_8k.txt";   // tokens: what is saved is most of it
+constexpr char kShort[] = "lora_1k.txt";  // the link bounds it
 
-void holds_to(const std::string& name, const Lora& model, Bytes high, double of_bound,
-              double of_bytes) {
-  LoraReplay replay(model, high);
+template <class Tensors>
+void holds_to(const char* trace, Bytes high, double of_plain, double gb) {
+  LoraReplay<Tensors> replay(trace, high);
+  std::vector<double> ms;
+  std::vector<Bytes> in;
   for (int i = 0; i < kSteps; ++i) {
     const LoraStep step = replay.step();
-    if (i < kSettled) {
-      continue;
+    if (i >= kSettled) {
+      CHECK_EQ(step.over, 0);
+      ms.push_back(step.ms);
+      in.push_back(step.in);
     }
-    const double ms = step.ms / replay.bound_ms();
-    const double bytes = static_cast<double>(step.in) / replay.bound_bytes();
-    if (ms > of_bound || bytes > of_bytes || step.over != 0 || step.late != 0) {
-      CHECK_EQ(name + ": " + std::to_string(ms) + " of the time, " + std::to_string(bytes) +
-                   " of the bytes, " + std::to_string(step.over) + " over, " +
-                   std::to_string(step.late) + " late",
-               "");
-    }
+  }
+  const auto median = [](auto all) {
+    std::nth_element(all.begin(), all.begin() + all.size() / 2, all.end());
+    return static_cast<double>(all[all.size() / 2]);
+  };
+  const double took = median(ms) / replay.plain_ms();
+  const double came = median(in) / kGB;
+  if (took > of_plain || came > gb) {
+    CHECK_EQ(std::to_string(high / kGB) + " GB: " + std::to_string(took) + " of plain, " +
+                 std::to_string(came) + " GB came",
+             "");
   }
 }
 
 TEST("weights that fit are loaded once, and cost nothing") {
-  LoraReplay replay(long_lora(), 24_GiB);
-  CHECK_EQ(replay.step().loads, 12);
+  LoraReplay<HeapTensors> replay(kLong, 24 * kGB);
+  CHECK_EQ(replay.step().loads, LoraReplay<HeapTensors>::kBlocks);
   const LoraStep step = replay.step();
   CHECK_EQ(step.loads, 0);
-  CHECK(step.ms <= replay.bound_ms() * 1.001);
+  CHECK(step.ms <= replay.plain_ms() * 1.001);
 }
 
-TEST("long sequences: a step with weights that stream is at the bound") {
-  holds_to("12 GB", long_lora(), 11'400_MiB, 1.02, 1.10);
-  holds_to("10 GB", long_lora(), 9'500_MiB, 1.10, 1.15);
-  holds_to("8 GB", long_lora(), 7'600_MiB, 1.07, 1.15);
+TEST("long sequences on the process allocator: what streams hides behind the step while it can") {
+  holds_to<HeapTensors>(kLong, 12 * kGB, 1.02, 8.5);
+  holds_to<HeapTensors>(kLong, 10 * kGB, 1.10, 9.0);
+  holds_to<HeapTensors>(kLong, 8 * kGB, 1.25, 11.5);
 }
 
-TEST("short sequences, which the link bounds: no more is loaded than must come") {
-  holds_to("4 GB", short_lora(), 3'800_MiB, 1.12, 1.03);
+TEST("long sequences in torch's cache: likewise, but holes cost some") {
+  holds_to<HeldTensors>(kLong, 12 * kGB, 1.03, 8.5);
+  holds_to<HeldTensors>(kLong, 10 * kGB, 1.35, 11.5);
+  holds_to<HeldTensors>(kLong, 8 * kGB, 1.70, 14.5);
+}
+
+TEST("short sequences, which the link bounds: hardly more is loaded than must come") {
+  holds_to<HeapTensors>(kShort, 4 * kGB, 2.40, 4.3);
+  holds_to<HeldTensors>(kShort, 4 * kGB, 2.90, 5.2);
 }
 
 }  // namespace
