@@ -10,8 +10,9 @@ from pathlib import Path
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
-from stagehand_alloc._built.side import Side
+from stagehand_alloc._built import side as _side
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 
 LIBRARY = _recipe.Library(
     name="tensors",
@@ -22,15 +23,7 @@ LIBRARY = _recipe.Library(
     python=True,
 )
 
-
-def _use(table: int) -> str:
-    import torch
-
-    with torch.inference_mode(False):  # a tensor of that mode has no version
-        return native.use_tensor_side(table)
-
-
-_side = Side(LIBRARY, "stagehand_tensor_side", _use)
+_loaded = Once[str]()  # what the first try came to
 
 
 def load(allowed: bool = True) -> str:
@@ -39,8 +32,15 @@ def load(allowed: bool = True) -> str:
     "loaded", or why not. May take as long as a compiler does.
     """
     if not allowed or _build.forbidden():
-        return _side.found or "forbidden"
-    return _side.load()
+        return _loaded.found or "forbidden"
+    return _loaded.get(_load)
+
+
+def _load() -> str:
+    import torch
+
+    with torch.inference_mode(False):  # a tensor of that mode has no version
+        return _side.load(LIBRARY, "stagehand_tensor_side", native.use_tensor_side)
 
 
 def outlook() -> str:

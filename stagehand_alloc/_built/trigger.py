@@ -12,7 +12,7 @@ from typing import Literal
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
-from stagehand_alloc._built.side import Use, hand_over
+from stagehand_alloc._built import side as _side
 from stagehand_alloc._errors import CompilerError
 from stagehand_alloc._guarded import Once
 from stagehand_alloc._settings.config import Config
@@ -55,7 +55,7 @@ def load(
     *,
     library: _recipe.Library = LIBRARY,
     cuda: str | None = None,
-    use: Use,
+    use: _side.Use,
 ) -> Trigger:
     """The trigger library of this process, built and loaded by the first call that may.
 
@@ -80,7 +80,7 @@ def outlook() -> str:
     return _build.outlook(LIBRARY)
 
 
-def _load(library: _recipe.Library, cuda: str | None, use: Use) -> tuple[Trigger, str]:
+def _load(library: _recipe.Library, cuda: str | None, use: _side.Use) -> tuple[Trigger, str]:
     """What was found, and what the user can do about it; empty where nothing is amiss."""
     if not cuda:
         return Trigger(None, "not needed", _no_cuda()), ""
@@ -91,7 +91,7 @@ def _load(library: _recipe.Library, cuda: str | None, use: Use) -> tuple[Trigger
         path, loaded = _build.load(library)
     except CompilerError as error:
         return Trigger(None, "build failed", error.what), error.todo
-    if why := hand_over(loaded, "stagehand_torch_side", use):
+    if why := _side.hand_over(loaded, "stagehand_torch_side", use):
         return Trigger(path, "self-test failed", why), _REPORT
     return Trigger(path, "loaded", ""), ""
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
+from stagehand_alloc._built import side as _side
 from stagehand_alloc._built import tensors as _tensors
-from stagehand_alloc._built.side import Side
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 from stagehand_alloc._tell import warn
 
 LIBRARY = _recipe.Library(
@@ -27,7 +28,7 @@ LIBRARY = _recipe.Library(
 
 _MANY = 512  # proofs are not collected until then where no pool is entered
 
-_side = Side(LIBRARY, "stagehand_recipe_side", lambda table: native.use_recipe_side(table))
+_loaded = Once[str]()  # what the first try came to
 
 
 def load(allowed: bool = True) -> str:
@@ -37,8 +38,8 @@ def load(allowed: bool = True) -> str:
     """
     tensors = _tensors.load(allowed)
     if not allowed or tensors != "loaded":
-        return _side.found or tensors
-    return _side.load()
+        return _loaded.found or tensors
+    return _loaded.get(lambda: _side.load(LIBRARY, "stagehand_recipe_side", native.use_recipe_side))
 
 
 def outlook() -> str:
