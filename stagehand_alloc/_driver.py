@@ -7,7 +7,6 @@ table of driver functions; torch's own CUDA state is not touched.
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from stagehand_alloc._errors import (
     VirtualMemoryError,
 )
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 
 MINIMUM_VERSION = 12000  # as cuDriverGetVersion counts: 1000 * major + 10 * minor
 _ATTRIBUTE_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -35,20 +35,7 @@ _NO_DEVICE = (
 )
 
 
-class _Table:
-    """The extension's table of driver functions: who has filled it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.filled_in: int | None = None  # the process; guarded by the lock
-
-    def begin_child(self) -> None:
-        """After a fork: who may have held the lock is a thread of the parent's."""
-        self.lock = threading.Lock()
-
-
-_table = _Table()
-os.register_at_fork(after_in_child=_table.begin_child)
+_table = Once[int]()  # the process that filled the extension's table of driver functions
 
 
 @dataclass(frozen=True)
@@ -66,24 +53,25 @@ def start() -> None:
 
     Raises DriverNotFoundError, DriverTooOldError, ForkedError, or DriverError.
     """
-    with _table.lock:
-        if _table.filled_in is None:
-            version = _initialise()
-            addresses = [_address(symbol, version) for symbol in native.driver_symbols()]
-            native.install_driver(addresses)
-            _table.filled_in = os.getpid()
+    _table.get(_fill_table)
+
+
+def _fill_table() -> int:
+    version = _initialise()
+    native.install_driver([_address(symbol, version) for symbol in native.driver_symbols()])
+    return os.getpid()
 
 
 def started() -> bool:
     """Whether `start` has succeeded, here or in the process this one was forked from."""
-    return _table.filled_in is not None
+    return _table.found is not None
 
 
 def check_process() -> None:
     """Raises ForkedError in a child of a process that already used the driver."""
-    if _table.filled_in not in (None, os.getpid()):
+    if _table.found not in (None, os.getpid()):
         raise ForkedError(
-            f"Process {os.getpid()} was forked from {_table.filled_in}, which already uses CUDA.",
+            f"Process {os.getpid()} was forked from {_table.found}, which already uses CUDA.",
             'Start worker processes with torch.multiprocessing.set_start_method("spawn").',
         )
 

@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -24,7 +25,7 @@ class StagehandWarning(RuntimeWarning):
 
 
 def warn(text: str) -> None:
-    """A StagehandWarning. Whoever calls says it once."""
+    """A StagehandWarning. Whoever calls says it once; `warn_once` sees to that."""
     warnings.warn(_of_rank() + text, StagehandWarning, stacklevel=_users_level())
 
 
@@ -35,6 +36,23 @@ def slow(text: str) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning("stagehand_alloc: %s.", text)
+
+
+class _Once:
+    """Says each text once in a process."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.said: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            self._say(text)
+
+
+warn_once = _Once(warn)
+slow_once = _Once(slow)
 
 
 def _of_rank() -> str:

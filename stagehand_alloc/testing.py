@@ -14,7 +14,6 @@ routes torch's CPU tensors to the process allocator. No compiler is needed.
 from __future__ import annotations
 
 import ctypes
-import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +23,13 @@ from typing import Any
 from stagehand_alloc import _driver
 from stagehand_alloc._errors import SimulatorError
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 from stagehand_alloc._settings.sizes import Size, parse_size
 from stagehand_alloc._torch_side import install as _install
 
 _HOST_SYNCHRONOUS = 1  # native/sim/control.hpp: STAGEHAND_SIM_HOST_SYNCHRONOUS
 _NO_POISON = 2  # STAGEHAND_SIM_NO_POISON
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-
-_lock = threading.Lock()
-_running: SimulatedGpu | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +136,9 @@ class SimulatedGpu:
         self._sim.stagehand_sim_progress(probability)
 
 
+_running = Once[SimulatedGpu]()
+
+
 def simulated_gpu(
     memory: Size = "1GiB",
     seed: int = 0,
@@ -162,22 +162,19 @@ def simulated_gpu(
     Raises SimulatorError where a real driver is loaded, one with other settings is running, or the
     CPU tensors of this torch cannot be routed.
     """
-    global _running
     if isinstance(memory, float):
         raise SimulatorError(f"memory={memory!r} is a fraction, of nothing.", 'Say "1GiB".')
     settings = Settings(
         parse_size(memory, None, "memory"), seed, devices, d2h_bytes_per_s, h2d_bytes_per_s, poison
     )
-    with _lock:
-        if _running is None:
-            _running = _start(settings)
-        elif _running.settings != settings:
-            raise SimulatorError(
-                f"A simulated GPU is running in this process with {_running.settings}.",
-                "Use the same settings, or another process.",
-            )
-        _running.open()
-        return _running
+    gpu = _running.get(lambda: _start(settings))
+    if gpu.settings != settings:
+        raise SimulatorError(
+            f"A simulated GPU is running in this process with {gpu.settings}.",
+            "Use the same settings, or another process.",
+        )
+    gpu.open()
+    return gpu
 
 
 def _start(settings: Settings) -> SimulatedGpu:

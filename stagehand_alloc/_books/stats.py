@@ -269,8 +269,9 @@ def proposal_of(device: int) -> Proposal:
     return _proposal(tuple(native.pinned_demand(device) if _open(device) else ()))
 
 
-# The demand changes seldom, and the search takes up to 17 ms.
-_proposal = functools.lru_cache(maxsize=8)(propose_classes)
+@functools.lru_cache(maxsize=8)  # the demand changes seldom, and the search takes up to 17 ms
+def _proposal(demand: tuple[tuple[int, int], ...]) -> Proposal:
+    return propose_classes(demand)
 
 
 def with_passed_through(found: PoolStats, passed_through: Mapping[str, int]) -> PoolStats:
@@ -284,10 +285,27 @@ def _open(device: int) -> bool:
 
 # ---- torch's names -------------------------------------------------------------------------------
 
-_accumulated: dict[int, PoolStats] = {}  # where reset_accumulated_memory_stats put zero
 _SIZES = ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes")
 _COUNTS = ("allocation", "active")
 _UNUSED = ("segment", "inactive_split", "inactive_split_bytes")
+
+
+class _Zeros:
+    """Where reset_accumulated_memory_stats put zero."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, PoolStats] = {}
+
+    def put(self, found: PoolStats) -> None:
+        """``found`` is zero for its device from here on."""
+        self._of[found.device] = found
+
+    def since(self, found: PoolStats) -> PoolStats:
+        """``found``, counted from there."""
+        return found.since(self._of.get(found.device, PoolStats()))
+
+
+_zeros = _Zeros()
 
 
 def torch_memory_stats(device: int) -> dict[str, Any]:
@@ -297,7 +315,7 @@ def torch_memory_stats(device: int) -> dict[str, Any]:
     torch's allocator has a small and a large one, so those are zero.
     """
     found = read(device)
-    since = found.since(_accumulated.get(device, PoolStats()))
+    since = _zeros.since(found)
     occupied = _stat(found.occupied, found.occupied_peak, 0, 0)
     mapped = _stat(found.mapped, found.mapped_peak, 0, 0)
     blocks = _stat(found.allocations - found.frees, 0, since.allocations, since.frees)
@@ -317,7 +335,7 @@ def torch_memory_stats(device: int) -> dict[str, Any]:
 
 def reset_accumulated_stats(device: int) -> None:
     """Let torch's "allocated" and "freed" counters of ``device`` start again from zero."""
-    _accumulated[device] = read(device)
+    _zeros.put(read(device))
 
 
 def _stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:

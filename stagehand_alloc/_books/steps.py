@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books.stats import PoolStats
+from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._settings.sizes import MIB
 
 
@@ -196,20 +196,23 @@ class OpenStep:
     pid: int = field(default_factory=os.getpid)
 
 
-class Steps:
+class Steps(Guarded):
     """The steps of one device: the one that is open, and whose ended last."""
 
     def __init__(self, device: int) -> None:
+        super().__init__()
         self._device = device
-        # Held for moments, and by a signal handler that asks while its thread has it.
-        self._lock = threading.RLock()
+        all_steps.add(self)
+
+    def renew(self) -> None:
+        """In a forked child the steps are its parent's."""
+        super().renew()
         self._open: OpenStep | None = None  # guarded by the lock
         self._last: tuple[Callable[[], Owner | None], int] | None = None  # its pool, and when; same
-        _all.append(self)
 
     def begin(self, step: OpenStep) -> None:
         """It begins; `end` was called before. Its counts go on from those of its pool's last."""
-        with self._lock:
+        with self.lock:
             pool, ended_ns = self._last or (None, 0)
             if pool is None or pool() is not step.owner():
                 _stats.end_step(self._device)  # what came before the pool is not its own
@@ -240,14 +243,9 @@ class Steps:
         if step is not None and step.left_ns and not _stats.records(self._device):
             self._end(step)
 
-    def forget(self) -> None:
-        """In a forked child: the steps are its parent's."""
-        self._lock = threading.RLock()
-        self._open = self._last = None
-
     def _end(self, step: OpenStep | None) -> None:
         """``step`` ends, where it is open still: another may have ended it, and begun its own."""
-        with self._lock:
+        with self.lock:
             if step is None or self._open is not step:
                 return
             self._open = None
@@ -270,19 +268,23 @@ class Steps:
         return step if step is not None and step.owner() is owner else None
 
 
-_all: list[Steps] = []  # of every device; only added to
+class AllSteps:
+    """The steps of every device."""
+
+    def __init__(self) -> None:
+        self._steps: list[Steps] = []  # only added to
+
+    def add(self, steps: Steps) -> None:
+        """There is another device."""
+        self._steps.append(steps)
+
+    def end(self) -> None:
+        """End every step: the process ends."""
+        for steps in self._steps:
+            steps.end()
 
 
-def end_all() -> None:
-    """End every step: the process ends."""
-    for steps in _all:
-        steps.end()
-
-
-def forget() -> None:
-    """In a forked child."""
-    for steps in _all:
-        steps.forget()
+all_steps = AllSteps()
 
 
 def rank() -> int:

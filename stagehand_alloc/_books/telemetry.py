@@ -27,6 +27,7 @@ from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._books.proposal import Proposal
 from stagehand_alloc._books.steps import StepStats
 from stagehand_alloc._errors import TelemetryError, in_one_line
+from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._tell import warn
 
 _PAUSE = 0.5  # seconds that a line waits for others at most
@@ -142,76 +143,74 @@ def _line(number: int, step: StepStats, proposal: Proposal, shape: bool) -> byte
     return json.dumps(fields).encode() + b"\n"
 
 
-_lock = threading.RLock()  # the table of writers, and the thread; a signal handler may ask too
-_writers: dict[str, Writer] = {}
-_due = threading.Event()  # lines wait
-_thread: threading.Thread | None = None
+class _Writers(Guarded):
+    """The writers of the process, and the thread that writes for them."""
+
+    def renew(self) -> None:
+        """In a forked child files, lines and the thread are the parent's."""
+        super().renew()
+        self.by_path: dict[str, Writer] = {}  # guarded by the lock
+        self.due = threading.Event()  # lines wait
+        self.thread: threading.Thread | None = None  # guarded by the lock
+
+
+_writers = _Writers()
 
 
 def writer_of(path: str | Path) -> Writer:
     """What appends to ``path``. Raises TelemetryError where that cannot be opened."""
     key = os.path.abspath(path)  # a third of the time that Path takes
-    with _lock:
-        writer = _writers.get(key)
+    with _writers.lock:
+        writer = _writers.by_path.get(key)
         if writer is None:
             from multiprocessing import util
 
-            writer = _writers[key] = Writer(Path(key))
+            writer = _writers.by_path[key] = Writer(Path(key))
             util.Finalize(None, close, exitpriority=0)  # its children skip atexit
         return writer
 
 
 def flush() -> None:
     """Write the lines of all steps that have ended."""
-    for writer in list(_writers.values()):
+    for writer in list(_writers.by_path.values()):
         writer.write()
 
 
 def close() -> None:
     """End the steps that are open, and write the lines of every file."""
     try:
-        _steps.end_all()
+        _steps.all_steps.end()
     finally:
-        with _lock:
-            writers = list(_writers.values())
-            _writers.clear()
+        with _writers.lock:
+            writers = list(_writers.by_path.values())
+            _writers.by_path.clear()
         for writer in writers:
             writer.close()
 
 
 def _wake_writer() -> bool:
     """False where there can be no thread: while the interpreter shuts down."""
-    global _thread
-    if not _due.is_set():
-        _due.set()
-    if _thread is not None:
+    if not _writers.due.is_set():
+        _writers.due.set()
+    if _writers.thread is not None:
         return True
-    with _lock:
-        if _thread is None:
+    with _writers.lock:
+        if _writers.thread is None:
             thread = threading.Thread(target=_write_on, name="stagehand-telemetry", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
                 return False
-            _thread = thread
+            _writers.thread = thread
     return True
 
 
 def _write_on() -> None:
     while True:
-        _due.wait()
+        _writers.due.wait()
         time.sleep(_PAUSE)
-        _due.clear()
+        _writers.due.clear()
         flush()
 
 
-def _begin_child() -> None:
-    """After a fork: files, lines and locks are the parent's."""
-    global _lock, _due, _thread
-    _lock, _due, _thread = threading.RLock(), threading.Event(), None
-    _writers.clear()
-    _steps.forget()
-
-
-os.register_at_fork(after_in_child=_begin_child)
 atexit.register(close)

@@ -6,7 +6,6 @@ everything they depend on: torch, the compiler, the flags and the text of every 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shlex
@@ -19,7 +18,7 @@ from typing import Any
 from stagehand_alloc._built import cache as _cache
 from stagehand_alloc._built.compiler import Library, Recipe, recipe
 from stagehand_alloc._errors import CompilerError
-from stagehand_alloc._tell import slow
+from stagehand_alloc._tell import slow_once
 
 FORBID = "STAGEHAND_ALLOC_BUILD"  # the environment variable; 0 forbids
 TIMEOUT_S = 300.0
@@ -28,8 +27,25 @@ _LOCK_MARGIN_S = 30.0  # who waits for another's build waits longer than that ma
 _SEAL = b"\nstagehand_alloc sha256 "  # after it the sum of all before: a cut file cannot have one
 _FAILED = "failed: "  # begins the last line of the log of a build that failed
 
-_failures: dict[str, tuple[str, str]] = {}  # by digest: not tried again in this process
-_told: set[str] = set()
+
+class _Failures:
+    """Builds that failed in this process, which are not tried again."""
+
+    def __init__(self) -> None:
+        self.by_digest: dict[str, tuple[str, str]] = {}
+
+    def add(self, plan: Recipe, what: str, todo: str) -> CompilerError:
+        """``plan`` failed; the error to raise."""
+        self.by_digest[plan.digest] = (what, todo)
+        return CompilerError(what, todo)
+
+    def check(self, plan: Recipe) -> None:
+        """Raises CompilerError where ``plan`` failed."""
+        if plan.digest in self.by_digest:
+            raise CompilerError(*self.by_digest[plan.digest])
+
+
+_failures = _Failures()
 
 
 def load(library: Library) -> tuple[Path, Any]:
@@ -61,14 +77,13 @@ def build(library: Library, *, again: bool = False) -> Path:
     that failed in this process without another try.
     """
     plan = recipe(library)
-    if plan.digest in _failures:
-        raise CompilerError(*_failures[plan.digest])
+    _failures.check(plan)
     try:
         try:
             return _build_in(_cache.open_user_folder(), plan, again)
         except (_cache.RefusedError, OSError) as why:
-            folder = _cache.private_folder()
-            _tell_once(
+            folder = _cache.private.folder()
+            slow_once(  # of each library that is built there, but it is the same folder
                 f"{why}: what is built on first use is kept in {folder}, for this process only"
             )
             return _build_in(folder, plan, again)
@@ -87,6 +102,18 @@ def kept(library: Library) -> Path | None:
         return path if _is_whole(path) else None
     except (_cache.RefusedError, OSError):
         return None
+
+
+def outlook(library: Library, without: str = "") -> str:
+    """What `load` would find, in words; nothing is built or loaded. Raises CompilerError.
+
+    ``without``: what follows where it is forbidden.
+    """
+    if forbidden():
+        return f"forbidden, {FORBID}=0 is set{without}"
+    if (path := kept(library)) is not None:
+        return f"built, {path}"
+    return f"not built yet; built on first use, about {library.seconds} s"
 
 
 def forbidden() -> bool:
@@ -115,13 +142,13 @@ def _build_in(folder: Path, plan: Recipe, again: bool) -> Path:
             if failure is None or failure == before:  # else another process tried meanwhile
                 failure = _compile(plan, path, log)
     except TimeoutError as error:
-        raise _failed(
+        raise _failures.add(
             plan,
             f"The {words} was waited for, {TIMEOUT_S + _LOCK_MARGIN_S:.0f} s: {error}.",
             "Let the process that builds it finish, or end it.",
         ) from error
     if failure is not None:
-        raise _failed(
+        raise _failures.add(
             plan,
             f"The {words} could not be built (log: {log}): {failure[1]}",
             "A C++20 compiler and torch's headers are needed; CXX names another compiler.",
@@ -129,14 +156,9 @@ def _build_in(folder: Path, plan: Recipe, again: bool) -> Path:
     return path
 
 
-def _failed(plan: Recipe, what: str, todo: str) -> CompilerError:
-    _failures[plan.digest] = (what, todo)
-    return CompilerError(what, todo)
-
-
 def _compile(plan: Recipe, path: Path, log: Path) -> tuple[int, str] | None:
     """Build beside ``path`` and rename: others see all of it or nothing. None, or the failure."""
-    _tell(
+    slow_once(
         f"building the {plan.library.words} for torch {plan.torch_version}, about "
         f"{plan.library.seconds} s, kept in {path.parent}"
     )
@@ -213,16 +235,3 @@ def _is_whole(path: Path) -> bool:
 
 def _seal(content: bytes) -> bytes:
     return _SEAL + hashlib.sha256(content).hexdigest().encode()
-
-
-@functools.cache
-def _tell_once(message: str) -> None:
-    """Of each library that is built there, but it is the same folder."""
-    _tell(message)
-
-
-def _tell(text: str) -> None:
-    """Once."""
-    if text not in _told:
-        _told.add(text)
-        slow(text)

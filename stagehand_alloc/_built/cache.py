@@ -21,8 +21,6 @@ from pathlib import Path
 _POLL_S = 0.1
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of the file system
 
-_private: tuple[int, Path] | None = None  # the process that made it
-
 
 class RefusedError(Exception):
     """A place that cannot be used; its text says which and why, in one clause."""
@@ -48,14 +46,21 @@ def open_user_folder() -> Path:
     return folder
 
 
-def private_folder() -> Path:
+class Private:
     """A folder nobody else can have put anything in; this process's own, and gone at its end."""
-    global _private
-    # A forked child makes its own: its parent removes this one.
-    if _private is None or _private[0] != os.getpid() or not _private[1].exists():
-        _private = os.getpid(), Path(tempfile.mkdtemp(prefix="stagehand_alloc-"))
-        atexit.register(_remove, *_private)
-    return _private[1]
+
+    made: tuple[int, Path] | None = None  # by which process
+
+    def folder(self) -> Path:
+        """It is made where it is not there."""
+        # A forked child makes its own: its parent removes this one.
+        if self.made is None or self.made[0] != os.getpid() or not self.made[1].exists():
+            self.made = os.getpid(), Path(tempfile.mkdtemp(prefix="stagehand_alloc-"))
+            atexit.register(_remove, *self.made)
+        return self.made[1]
+
+
+private = Private()
 
 
 def check_trusted(path: Path) -> None:

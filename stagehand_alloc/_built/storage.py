@@ -6,7 +6,6 @@ There is nothing that stands in for it: without it nothing is offloaded.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._errors import CompilerError, OffloadError
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 
 LIBRARY = _recipe.Library(
     name="storage",
@@ -24,8 +24,7 @@ LIBRARY = _recipe.Library(
     python=True,
 )
 
-_lock = threading.Lock()
-_loaded = False
+_loaded = Once[Any]()
 
 
 def load() -> None:
@@ -33,21 +32,21 @@ def load() -> None:
 
     Raises OffloadError where it cannot be built, or where the installed torch fails its trial.
     """
-    global _loaded
-    with _lock:
-        if _loaded:
-            return
-        try:
-            _, library = _build.load(LIBRARY)
-        except CompilerError as error:
-            raise OffloadError(f"Weights cannot be offloaded: {error.what}", error.todo) from error
-        if why := _try_out(library):
-            raise OffloadError(
-                f"Weights cannot be offloaded with this torch: {why}.",
-                "Update stagehand_alloc, or report it with the versions of torch and of "
-                "stagehand_alloc. Activations are held to the budget as ever.",
-            )
-        _loaded = True
+    _loaded.get(_load)
+
+
+def _load() -> Any:
+    try:
+        _, library = _build.load(LIBRARY)
+    except CompilerError as error:
+        raise OffloadError(f"Weights cannot be offloaded: {error.what}", error.todo) from error
+    if why := _try_out(library):
+        raise OffloadError(
+            f"Weights cannot be offloaded with this torch: {why}.",
+            "Update stagehand_alloc, or report it with the versions of torch and of "
+            "stagehand_alloc. Activations are held to the budget as ever.",
+        )
+    return library
 
 
 def _try_out(library: Any) -> str:

@@ -6,13 +6,13 @@ pack and unpack ask torch through Python, which takes about five times as long; 
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
-from stagehand_alloc._errors import CompilerError, in_one_line
+from stagehand_alloc._built import side as _side
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 
 LIBRARY = _recipe.Library(
     name="tensors",
@@ -23,8 +23,7 @@ LIBRARY = _recipe.Library(
     python=True,
 )
 
-_lock = threading.Lock()
-_state: str | None = None  # what the first try came to; a library once loaded stays
+_loaded = Once[str]()  # what the first try came to
 
 
 def load(allowed: bool = True) -> str:
@@ -32,37 +31,18 @@ def load(allowed: bool = True) -> str:
 
     "loaded", or why not. May take as long as a compiler does.
     """
-    global _state
     if not allowed or _build.forbidden():
-        return _state or "forbidden"
-    with _lock:
-        if _state is None:
-            _state = _load()
-        return _state
+        return _loaded.found or "forbidden"
+    return _loaded.get(_load)
+
+
+def _load() -> str:
+    import torch
+
+    with torch.inference_mode(False):  # a tensor of that mode has no version
+        return _side.load(LIBRARY, "stagehand_tensor_side", native.use_tensor_side)
 
 
 def outlook() -> str:
     """What `load` would find, in words; nothing is built or loaded. Raises CompilerError."""
-    if _build.forbidden():
-        return f"forbidden, {_build.FORBID}=0 is set: pack and unpack take longer"
-    path = _build.kept(LIBRARY)
-    if path is not None:
-        return f"built, {path}"
-    return f"not built yet; built on first use, about {LIBRARY.seconds} s"
-
-
-def _load() -> str:
-    import ctypes
-
-    import torch
-
-    try:
-        _, loaded = _build.load(LIBRARY)
-        table = loaded.stagehand_tensor_side
-        table.restype, table.argtypes = ctypes.c_void_p, []
-        with torch.inference_mode(False):  # a tensor of that mode has no version
-            return native.use_tensor_side(table()) or "loaded"
-    except CompilerError as error:
-        return error.what
-    except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
-        return in_one_line(error)
+    return _build.outlook(LIBRARY, ": pack and unpack take longer")

@@ -6,22 +6,21 @@ or unpack instead; nothing here raises.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
-from stagehand_alloc._errors import CompilerError, in_one_line
+from stagehand_alloc._built import side as _side
+from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._guarded import Once
 from stagehand_alloc._settings.config import Config
-from stagehand_alloc._tell import warn
+from stagehand_alloc._tell import warn_once
 
 State = Literal[
     "loaded", "forbidden", "no compiler", "build failed", "self-test failed", "not needed"
 ]
-UseTorchSide = Callable[[int], str]  # takes the table's address; says why not, or nothing
 
 LIBRARY = _recipe.Library(
     name="trigger",
@@ -48,8 +47,7 @@ class Trigger:
 
 NOT_NEEDED = Trigger(None, "not needed", "the process allocator sees every allocation")
 
-_lock = threading.Lock()
-_found: Trigger | None = None  # what loading came to; a library once loaded stays
+_loaded = Once[tuple[Trigger, str]]()  # what loading came to, and what the user can do about it
 
 
 def load(
@@ -57,23 +55,18 @@ def load(
     *,
     library: _recipe.Library = LIBRARY,
     cuda: str | None = None,
-    use: UseTorchSide,
+    use: _side.Use,
 ) -> Trigger:
     """The trigger library of this process, built and loaded by the first call that may.
 
     ``use`` takes the library's table. ``library`` and ``cuda`` (torch's version of it) are the
     real ones unless they are given. May take as long as a compiler does.
     """
-    global _found
     if why := _forbidden(config):
         return Trigger(None, "forbidden", why)
-    with _lock:
-        if _found is not None:
-            return _found
-        _found, todo = _load(library, cuda or _torch_cuda(), use)
-        found = _found
+    found, todo = _loaded.get(lambda: _load(library, cuda or _torch_cuda(), use))
     if todo:
-        warn(
+        warn_once(
             f"The trigger library is not in use; acting at the next pack or unpack instead: "
             f"{found.why}\n{todo} {_QUIET}"
         )
@@ -82,17 +75,12 @@ def load(
 
 def outlook() -> str:
     """What `load` would find, in words; nothing is built or loaded. Raises CompilerError."""
-    if why := _forbidden(None):
-        return f"forbidden, {why}"
-    if not _torch_cuda():
+    if not _build.forbidden() and not _torch_cuda():
         return f"not needed, {_no_cuda()}"
-    path = _build.kept(LIBRARY)
-    if path is not None:
-        return f"built, {path}"
-    return f"not built yet; built on first use, about {LIBRARY.seconds} s"
+    return _build.outlook(LIBRARY)
 
 
-def _load(library: _recipe.Library, cuda: str | None, use: UseTorchSide) -> tuple[Trigger, str]:
+def _load(library: _recipe.Library, cuda: str | None, use: _side.Use) -> tuple[Trigger, str]:
     """What was found, and what the user can do about it; empty where nothing is amiss."""
     if not cuda:
         return Trigger(None, "not needed", _no_cuda()), ""
@@ -103,30 +91,13 @@ def _load(library: _recipe.Library, cuda: str | None, use: UseTorchSide) -> tupl
         path, loaded = _build.load(library)
     except CompilerError as error:
         return Trigger(None, "build failed", error.what), error.todo
-    why = _self_test(loaded, use)
-    if why:
+    if why := _side.hand_over(loaded, "stagehand_torch_side", use):
         return Trigger(path, "self-test failed", why), _REPORT
     return Trigger(path, "loaded", ""), ""
 
 
-def _self_test(loaded: Any, use: UseTorchSide) -> str:
-    """Give the core the library's table; why it does not take it, empty where it does."""
-    import ctypes
-
-    try:
-        torch_side = loaded.stagehand_torch_side
-        torch_side.restype = ctypes.c_void_p
-        torch_side.argtypes = []
-        address = torch_side()
-        if not address:
-            return "the trigger library has no table."
-        return str(use(address))
-    except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
-        return in_one_line(error)
-
-
-def _forbidden(config: Config | None) -> str:
-    if config is not None and not config.build_trigger:
+def _forbidden(config: Config) -> str:
+    if not config.build_trigger:
         return _FORBIDDEN_BY_CONFIG
     return f"{_build.FORBID}=0 is set" if _build.forbidden() else ""
 

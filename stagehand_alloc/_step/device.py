@@ -8,8 +8,6 @@ threads that may have held them are its parent's.
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand_alloc._books.steps import Steps
 from stagehand_alloc._errors import PoolThreadError
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._step.proofs import Proofs
 from stagehand_alloc._step.trouble import Trouble
 
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from stagehand_alloc._step.pool import Pool
 
 
-class Device:
+class Device(Guarded):
     """One device: which pool is inside, which was last, its steps, and what was told of it."""
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.index = index
         self.steps = Steps(index)
         self.proofs = Proofs(index)
         self.trouble = Trouble()
-        self.lock = threading.RLock()
         # Guarded by the lock, with `Pool._entry` and `Pool._limits` of the pools of this device:
         self.entry: Entry | None = None
         self._latest: weakref.ref[Pool] | None = None
@@ -79,19 +78,13 @@ class Device:
                 self._checksums = checksums
 
 
-class Process:
+class Process(Guarded):
     """All devices, and the host memory that they share."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        super().__init__()
         self._devices: dict[int, Device] = {}  # guarded by the lock
         self._host_memory: Any = None  # what it was last configured with; same lock
-
-    def begin_child(self) -> None:
-        """In a forked child."""
-        self.lock = threading.RLock()
-        for device in self._devices.values():
-            device.lock = threading.RLock()
 
     def device(self, index: int) -> Device:
         """The one of that number."""
@@ -122,4 +115,3 @@ class Process:
 
 
 process = Process()
-os.register_at_fork(after_in_child=process.begin_child)

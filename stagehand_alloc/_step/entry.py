@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     from stagehand_alloc._step.device import Device
     from stagehand_alloc._step.pool import Pool
 
-# .entry: the pool this thread is inside; .exit: what `Exit` gave out last, weakly
-in_this_thread = threading.local()
+
+class _Thread(threading.local):
+    """What is so on one thread."""
+
+    entry: Entry | None = None  # of the pool it is inside
+    exit: weakref.ref[Any] | None = None  # to what `Exit` gave out last
+
+
+in_this_thread = _Thread()
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,7 +74,7 @@ class Exit:
 
 def taken_exit(pool: Pool) -> weakref.ref[Any] | None:
     """What the `with` that is entering ``pool`` on this thread holds; None where none is."""
-    found: weakref.ref[Any] | None = getattr(in_this_thread, "exit", None)
+    found = in_this_thread.exit
     in_this_thread.exit = None
     made = None if found is None else found()
     return found if made is not None and made.args in ((), (pool,)) else None

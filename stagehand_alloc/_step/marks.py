@@ -17,7 +17,7 @@ from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._settings.config import NODES
 from stagehand_alloc._settings.sizes import shown
 from stagehand_alloc._step import regions as _regions
-from stagehand_alloc._tell import warn
+from stagehand_alloc._tell import warn_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _FORWARD = "forward"
 _LOOKS = 3  # steps in a row, in which nothing new was called
 _CACHES = ("past_key_values", "past_key_value", "layer_past")  # as Hugging Face calls them
-_warned: set[str] = set()
 
 
 class Region:
@@ -107,13 +106,11 @@ def _fills_cache(kwargs: dict[str, Any]) -> bool:
     """Whether the call adds to a cache of keys and values: a second run would add to it again."""
     if all(kwargs.get(name) is None for name in _CACHES):
         return False
-    if "cache" not in _warned:
-        _warned.add("cache")
-        warn(
-            "stagehand_alloc: a module named by recompute= was called with a cache of keys and "
-            "values, and does not run again: it would add to the cache twice.\n"
-            "Set model.config.use_cache = False for training."
-        )
+    warn_once(
+        "stagehand_alloc: a module named by recompute= was called with a cache of keys and "
+        "values, and does not run again: it would add to the cache twice.\n"
+        "Set model.config.use_cache = False for training."
+    )
     return True
 
 

@@ -11,14 +11,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from stagehand_alloc._guarded import Guarded
+
 if TYPE_CHECKING:
     from torch import nn
-
-_lock = threading.Lock()
-_entered: set[ModuleWatch] = set()  # guarded by _lock
-_before_number: int | None = None  # what torch calls the two hooks; same lock
-_after_number: int | None = None
-_in_this_thread = threading.local()  # .watch: the one entered on this thread
 
 
 class ModuleWatch:
@@ -32,24 +28,19 @@ class ModuleWatch:
     def enter(self) -> None:
         """Begin. Interrupted, it is right to enter again, or to leave."""
         self._forget()
-        with _lock:
-            _entered.add(self)
-            _install()
+        _hooks.add(self)
         _in_this_thread.watch = self
 
     def leave(self) -> None:
         """End; nothing where it was not entered, or left before."""
-        if getattr(_in_this_thread, "watch", None) is self:
+        if self.entered():
             _in_this_thread.watch = None
         self._forget()  # modules may come, go and be renamed between steps
-        with _lock:
-            _entered.discard(self)
-            if not _entered:
-                _remove()
+        _hooks.discard(self)
 
     def entered(self) -> bool:
         """Whether it is, on this thread."""
-        return getattr(_in_this_thread, "watch", None) is self
+        return _in_this_thread.watch is self
 
     def _forget(self) -> None:
         self._running.clear()
@@ -82,14 +73,20 @@ class ModuleWatch:
                 return
 
 
+class _Thread(threading.local):
+    """What is so on one thread."""
+
+    watch: ModuleWatch | None = None  # that is entered
+
+
+_in_this_thread = _Thread()
+
+
 def _watch() -> ModuleWatch | None:
     """This thread's; none inside torch.compile, for which our list is no part of the program."""
     import torch
 
-    if torch.compiler.is_compiling():
-        return None
-    found: ModuleWatch | None = getattr(_in_this_thread, "watch", None)
-    return found
+    return None if torch.compiler.is_compiling() else _in_this_thread.watch
 
 
 def _before(module: nn.Module, arguments: Any) -> None:
@@ -102,36 +99,60 @@ def _after(module: nn.Module, arguments: Any, result: Any) -> None:
         watch.ended(module)
 
 
-def _install() -> None:
-    """As torch's own register functions, with the numbers they gave the first time."""
-    from torch.nn.modules import module
+class _Hooks(Guarded):
+    """The two that torch has, while there are watches that they serve."""
 
-    global _before_number, _after_number
-    before, after = module._global_forward_pre_hooks, module._global_forward_hooks
-    # Torch's dicts tell what is done already: an interrupt may come between any two steps.
-    if _number(before, _before) is None:
-        if _before_number is None:
-            module.register_module_forward_pre_hook(_before)
-        else:
-            before[_before_number] = _before
-    if _number(after, _after) is None:
-        if _after_number is None:
-            module.register_module_forward_hook(_after, always_call=True)
-        else:
-            after[_after_number] = _after
-    _before_number, _after_number = _number(before, _before), _number(after, _after)
-    assert _after_number is not None
-    module._global_forward_hooks_always_called[_after_number] = True
+    def __init__(self) -> None:
+        super().__init__()
+        # Guarded by the lock:
+        self._entered: set[ModuleWatch] = set()
+        self._before_number: int | None = None  # what torch calls them
+        self._after_number: int | None = None
+
+    def add(self, watch: ModuleWatch) -> None:
+        """It is entered."""
+        with self.lock:
+            self._entered.add(watch)
+            self._install()
+
+    def discard(self, watch: ModuleWatch) -> None:
+        """It is left, or was not entered."""
+        with self.lock:
+            self._entered.discard(watch)
+            if not self._entered:
+                self._remove()
+
+    def _install(self) -> None:
+        """As torch's own register functions, with the numbers they gave the first time."""
+        from torch.nn.modules import module
+
+        before, after = module._global_forward_pre_hooks, module._global_forward_hooks
+        # Torch's dicts tell what is done already: an interrupt may come between any two steps.
+        if _number(before, _before) is None:
+            if self._before_number is None:
+                module.register_module_forward_pre_hook(_before)
+            else:
+                before[self._before_number] = _before
+        if _number(after, _after) is None:
+            if self._after_number is None:
+                module.register_module_forward_hook(_after, always_call=True)
+            else:
+                after[self._after_number] = _after
+        self._before_number, self._after_number = _number(before, _before), _number(after, _after)
+        assert self._after_number is not None
+        module._global_forward_hooks_always_called[self._after_number] = True
+
+    def _remove(self) -> None:
+        from torch.nn.modules import module
+
+        if (number := _number(module._global_forward_pre_hooks, _before)) is not None:
+            del module._global_forward_pre_hooks[number]
+        if (number := _number(module._global_forward_hooks, _after)) is not None:
+            module._global_forward_hooks_always_called.pop(number, None)
+            del module._global_forward_hooks[number]
 
 
-def _remove() -> None:
-    from torch.nn.modules import module
-
-    if (number := _number(module._global_forward_pre_hooks, _before)) is not None:
-        del module._global_forward_pre_hooks[number]
-    if (number := _number(module._global_forward_hooks, _after)) is not None:
-        module._global_forward_hooks_always_called.pop(number, None)
-        del module._global_forward_hooks[number]
+_hooks = _Hooks()
 
 
 def _number(hooks: dict[int, Any], ours: Any) -> int | None:

@@ -350,7 +350,7 @@ class Pool:
 
     def _claim(self, lasts: weakref.ref[Any] | None) -> tuple[Entry, Budget]:
         """Take this thread and the device for this pool, from whoever is over."""
-        outer: Entry | None = getattr(in_this_thread, "entry", None)
+        outer = in_this_thread.entry
         if outer is not None:
             if outer.surely_inside():
                 raise NestedPoolError(
@@ -427,7 +427,7 @@ class Pool:
         if entry.device.entry is entry:
             native.clear_budget(entry.device.index)
         entry.device.give_up(entry)
-        if getattr(in_this_thread, "entry", None) is entry:
+        if in_this_thread.entry is entry:
             in_this_thread.entry = None
 
     def _enter_torch(self, entry: Entry) -> None:

@@ -6,15 +6,15 @@ had, everything is moved as without it; nothing here raises.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import compiler as _recipe
+from stagehand_alloc._built import side as _side
 from stagehand_alloc._built import tensors as _tensors
-from stagehand_alloc._errors import CompilerError, in_one_line
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Once
 from stagehand_alloc._tell import warn
 
 LIBRARY = _recipe.Library(
@@ -28,8 +28,7 @@ LIBRARY = _recipe.Library(
 
 _MANY = 512  # proofs are not collected until then where no pool is entered
 
-_lock = threading.Lock()
-_state: str | None = None  # what the first try came to; a library once loaded stays
+_loaded = Once[str]()  # what the first try came to
 
 
 def load(allowed: bool = True) -> str:
@@ -37,24 +36,15 @@ def load(allowed: bool = True) -> str:
 
     "loaded", or why not. May take as long as a compiler does.
     """
-    global _state
     tensors = _tensors.load(allowed)
     if not allowed or tensors != "loaded":
-        return _state or tensors
-    with _lock:
-        if _state is None:
-            _state = _load()
-        return _state
+        return _loaded.found or tensors
+    return _loaded.get(lambda: _side.load(LIBRARY, "stagehand_recipe_side", native.use_recipe_side))
 
 
 def outlook() -> str:
     """What `load` would find, in words; nothing is built or loaded. Raises CompilerError."""
-    if _build.forbidden():
-        return f"forbidden, {_build.FORBID}=0 is set: nothing is made again"
-    path = _build.kept(LIBRARY)
-    if path is not None:
-        return f"built, {path}"
-    return f"not built yet; built on first use, about {LIBRARY.seconds} s"
+    return _build.outlook(LIBRARY, ": nothing is made again")
 
 
 class _Proof(NamedTuple):
@@ -147,17 +137,3 @@ def sharded() -> bool:
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()
-
-
-def _load() -> str:
-    import ctypes
-
-    try:
-        _, loaded = _build.load(LIBRARY)
-        table = loaded.stagehand_recipe_side
-        table.restype, table.argtypes = ctypes.c_void_p, []
-        return native.use_recipe_side(table()) or "loaded"
-    except CompilerError as error:
-        return error.what
-    except Exception as error:  # of a torch nobody has seen yet: whatever it is, training goes on
-        return in_one_line(error)

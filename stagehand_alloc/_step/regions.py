@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import in_one_line
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Guarded, Once
 from stagehand_alloc._step.entry import in_this_thread
-from stagehand_alloc._tell import warn
+from stagehand_alloc._tell import warn_once
 from stagehand_alloc._weights import groups as _groups
 
 if TYPE_CHECKING:
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
 _SMALL = 1 << 20  # bytes; larger buffers are left in their place in a re-run
 _OF_TORCH = ("/torch/", "/stagehand_alloc/")
 
-_thread = threading.local()  # .again: re-runs that are going on
-_lock = threading.Lock()
-_spare_lock = threading.Lock()
-_spared: dict[Any, _Spared] = {}  # by module; guarded by _spare_lock
-_fault: str | None = None  # why torch's checkpoint is left as it is; "" where it need not be
-_warned: set[str] = set()
+
+class _Thread(threading.local):
+    """What is so on one thread."""
+
+    again = 0  # re-runs that are going on
+
+
+_thread = _Thread()
+_fault = Once[str]()  # why torch's checkpoint is left as it is; "" where it need not be
 
 
 class Stop(BaseException):
@@ -79,7 +83,7 @@ def checkpoint(
     from torch.utils import checkpoint as torch_checkpoint
 
     if use_reentrant:
-        _warn(
+        warn_once(
             "stagehand_alloc.checkpoint was called with use_reentrant=True, and runs as with "
             "False: torch records no graph of a reentrant one."
         )
@@ -126,11 +130,11 @@ def _hooks_here() -> tuple[Any, int] | None:
     """The hooks and device of the pool that this thread is in, where regions can be taken over."""
     import torch
 
-    entry: Any = getattr(in_this_thread, "entry", None)
+    entry = in_this_thread.entry
     if entry is None or not entry.hooked or entry.left or not torch.is_grad_enabled():
         return None
     # Inside a re-run they stay hidden, as they were in the first run.
-    if getattr(_thread, "again", 0) or torch.compiler.is_compiling():
+    if _thread.again or torch.compiler.is_compiling():
         return None
     # What is found out under a mode of somebody's says nothing of torch.
     unusual = torch._C._len_torch_dispatch_stack() > 0 or not _autograd_hooks_enabled()
@@ -198,7 +202,7 @@ class _Again:
                 "Please report it, with the version of torch."
             )
         with contextlib.ExitStack() as stack:
-            _thread.again = getattr(_thread, "again", 0) + 1
+            _thread.again += 1
             stack.callback(_one_less)
             # torch has taken the group of this run by now; backwards inside it have others.
             outer = torch._C._get_graph_exec_group()
@@ -275,12 +279,8 @@ def _spare_buffers(function: Any, stack: contextlib.ExitStack) -> None:
     """Let a re-run write to copies. Versions do not tell: BatchNorm raises none of its buffers'."""
     for root in _modules_of(function):
         for module in root.modules():
-            with _spare_lock:
-                spared = _spared.get(module)
-                if spared is None:
-                    spared = _spared[module] = _Spared(module)
-                spared.runs += 1
-            stack.callback(_end_spare, module, spared)
+            _aside.begin(module)
+            stack.callback(_aside.end, module)
 
 
 def _hold_weights(weights: tuple[_groups.Group, ...], stack: contextlib.ExitStack) -> None:
@@ -305,12 +305,32 @@ class _Spared:
                     module._buffers[name] = buffer.clone()
 
 
-def _end_spare(module: nn.Module, spared: _Spared) -> None:
-    with _spare_lock:
-        spared.runs -= 1
-        if spared.runs == 0:
-            module._buffers.update(spared.buffers)
-            del _spared[module]
+class _Aside(Guarded):
+    """The modules whose buffers lie aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: dict[nn.Module, _Spared] = {}  # guarded by the lock
+
+    def begin(self, module: nn.Module) -> None:
+        """A re-run of it begins."""
+        with self.lock:
+            spared = self.modules.get(module)
+            if spared is None:
+                spared = self.modules[module] = _Spared(module)
+            spared.runs += 1
+
+    def end(self, module: nn.Module) -> None:
+        """It ended."""
+        with self.lock:
+            spared = self.modules[module]
+            spared.runs -= 1
+            if spared.runs == 0:
+                module._buffers.update(spared.buffers)
+                del self.modules[module]
+
+
+_aside = _Aside()
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
@@ -387,20 +407,19 @@ def _name_of(function: Any) -> str:
 
 
 def _works() -> bool:
-    global _fault
-    if _fault is None:
-        with _lock:
-            if _fault is None:
-                try:
-                    _fault = _try_out()
-                except Exception as error:  # of a torch nobody has seen yet
-                    _fault = in_one_line(error)
-    if _fault:
-        _warn(
+    if fault := _fault.get(_look):
+        warn_once(
             "torch's checkpoint works in another way than stagehand_alloc.when_needed knows, and "
-            f"is left as it is: {_fault}."
+            f"is left as it is: {fault}."
         )
-    return not _fault
+    return not fault
+
+
+def _look() -> str:
+    try:
+        return _try_out()
+    except Exception as error:  # of a torch nobody has seen yet
+        return in_one_line(error)
 
 
 def _try_out() -> str:
@@ -472,9 +491,3 @@ def _telling(told: list[str], what: str) -> Any:
         return x
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def _warn(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warn(text)

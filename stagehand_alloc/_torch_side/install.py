@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc import _driver
@@ -17,6 +15,7 @@ from stagehand_alloc._errors import (
     TorchTooOldError,
 )
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Guarded
 
 if TYPE_CHECKING:
     from torch.cuda.memory import _CUDAAllocator
@@ -41,22 +40,17 @@ _SETTERS = {
 }
 
 
-class _Installed:
+class _Installed(Guarded):
     """What torch was given of ours: once for the process."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        super().__init__()
         self.ours: Any = None  # torch's allocator object around our entry points, once built
         self.wrapped: _CUDAAllocator | None = None  # what change_current_allocator takes
         self.simulated = False  # CPU torch is on the simulated GPU
 
-    def begin_child(self) -> None:
-        """After a fork: who may have held the lock is a thread of the parent's."""
-        self.lock = threading.Lock()
-
 
 _installed = _Installed()
-os.register_at_fork(after_in_child=_installed.begin_child)
 
 
 def allocator() -> _CUDAAllocator:

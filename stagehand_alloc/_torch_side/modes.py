@@ -6,8 +6,6 @@ docs/decisions/0011-modes.md says when to use which, and by what figures the def
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import weakref
 from collections.abc import Generator
 from typing import Any
@@ -16,29 +14,24 @@ from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._built.trigger import Trigger
 from stagehand_alloc._errors import DriverError, ModeError, NoCudaBuildError
 from stagehand_alloc._extension import native
+from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._settings.config import Config, Mode
-from stagehand_alloc._tell import warn
+from stagehand_alloc._tell import warn_once
 from stagehand_alloc._torch_side import install as _install
 
 WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 
 
-class _Reached:
+class _Reached(Guarded):
     """What was set up to reach torch's own allocator: once for the process."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        super().__init__()
         self.trigger: Trigger | None = None  # by which it was reached
         self.segments: Any = None  # torch's allocator object, of entry points for MemPool segments
-        self.warned = False  # that a MemPool does not serve backward
-
-    def begin_child(self) -> None:
-        """After a fork: who may have held the lock is a thread of the parent's."""
-        self.lock = threading.Lock()
 
 
 _reached = _Reached()
-os.register_at_fork(after_in_child=_reached.begin_child)
 
 
 def resolve(asked: Mode | None) -> Mode:
@@ -154,10 +147,9 @@ def allocating_from(mem_pool: Any, device: int) -> Generator[None, None, None]:
 
 
 def _warn_of_forward_only() -> None:
-    """Once, and not where the trigger library's own warning says what is amiss."""
-    if trigger().state == "loaded" and not _reached.warned:
-        _reached.warned = True
-        warn(
+    """Not where the trigger library's own warning says what is amiss."""
+    if trigger().state == "loaded":
+        warn_once(
             "This torch does not let a MemPool serve backward: it takes memory of its own, and the "
             "process goes over `high`.\n"
             'Use mode="native", or run backward inside the pool with '

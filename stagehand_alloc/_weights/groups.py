@@ -24,16 +24,20 @@ FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
 
 _COPIES = ("__deepcopy__", "__reduce_ex__")  # what copy.deepcopy, pickle and torch.save call
 
-_thread = threading.local()
-_loading: set[Group] = set()  # that a load_state_dict is inside of, on any thread
+
+class _Thread(threading.local):
+    """What is so on one thread."""
+
+    def __init__(self) -> None:
+        self.inside: list[Group] = []
+
+
+_thread = _Thread()
 
 
 def inside() -> list[Group]:
     """The blocks whose forward runs on this thread, the innermost last."""
-    found: list[Group] | None = getattr(_thread, "inside", None)
-    if found is None:
-        found = _thread.inside = []
-    return found
+    return _thread.inside
 
 
 def end_forwards(outer: int) -> None:
@@ -47,9 +51,9 @@ def end_cut_short() -> None:
     An exception out of `load_state_dict` tells no hook, and neither does a KeyboardInterrupt out of
     a forward. Such a forward has no call on the stack; such a load, none on any thread's.
     """
-    if _loading and not _load_runs():
+    if registry.loading and not _load_runs():
         with contextlib.ExitStack() as all_of_them:
-            for group in list(_loading):
+            for group in list(registry.loading):
                 all_of_them.callback(group.end_load)
     if not inside():
         return
@@ -117,7 +121,7 @@ class Group:
         import torch
 
         self._check_frozen()
-        if self in _loading:
+        if self in registry.loading:
             end_cut_short()
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again
             self.native.touch()
@@ -141,12 +145,12 @@ class Group:
         """A load_state_dict writes to the weights. Raises as `enter` does."""
         self.end_load()  # one that was cut short
         self.native.enter(SAMPLING)
-        _loading.add(self)
+        registry.loading.add(self)
 
     def end_load(self) -> None:
         """It has ended, if it had begun; the host has what was loaded."""
         try:
-            _loading.remove(self)
+            registry.loading.remove(self)
         except KeyError:  # or another thread has seen that first
             return
         try:
@@ -267,6 +271,7 @@ class Registry:
     def __init__(self) -> None:
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Group] = weakref.WeakKeyDictionary()
         self._groups: dict[int, weakref.WeakSet[Group]] = {}
+        self.loading: set[Group] = set()  # that a load_state_dict is inside of, on any thread
 
     def add(self, device: int, group: Group) -> None:
         """A block is offloaded: each module in it is of that group."""

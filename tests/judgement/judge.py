@@ -259,8 +259,8 @@ def books_are_whole() -> list[str]:
         with stagehand_alloc.pool():
             pass  # what backward handed on as a gradient is looked at again at a pool's entry
         stats = stagehand_alloc.stats()
-    assert testing._running is not None
-    wrong = testing._running.hazards()
+    assert testing._running.found is not None
+    wrong = testing._running.found.hazards()
     wrong += [broken for broken in [_native.check_invariants(DEVICE)] if broken]
     if stats.records or stats.handles or stats.aliases or stats.retained:
         wrong.append(f"left: {stats.records} records, {stats.handles} handles")

@@ -23,6 +23,7 @@ from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._built.compiler import Library
 from stagehand_alloc._cli import doctor as _doctor
+from stagehand_alloc._tell import warn_once
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -65,8 +66,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(_build.FORBID, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(_cache, "_private", None)
-    monkeypatch.setattr(_trigger, "_found", None)
+    monkeypatch.setattr(_cache.private, "made", None)
+    monkeypatch.setattr(_trigger._loaded, "found", None)
+    monkeypatch.setattr(warn_once, "said", set())
     return found
 
 
@@ -305,7 +307,7 @@ def test_a_read_only_folder_serves_what_it_has(
 
 def test_a_temporary_folder_goes_with_its_process_unless_a_log_is_in_it(place: Place) -> None:
     for log in (False, True):
-        folder = _cache.private_folder()
+        folder = _cache.private.folder()
         if log:
             (folder / "x.log").touch()
         _cache._remove(os.getpid() + 1, folder)
@@ -341,7 +343,7 @@ def test_another_compiler_is_another_try_and_success_takes_the_log_away(
     with pytest.raises(stagehand_alloc.CompilerError, match="without a word"):
         _build.build(place.library)
     place.compile_with('exec c++ "$@"')
-    monkeypatch.setattr(_build, "_failures", {})  # as a new process
+    monkeypatch.setattr(_build._failures, "by_digest", {})  # as a new process
     assert answer(_build.load(place.library)) == 42
     assert list(place.cache.glob("*.log")) == []
 

@@ -17,10 +17,8 @@ from torch.nn.modules import module as torch_modules
 from training import leaves_nothing
 
 import stagehand_alloc
-from stagehand_alloc import _driver
+from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._step.device import process
-from stagehand_alloc._torch_side import install as _install
-from stagehand_alloc._torch_side import modes as _modes
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -39,15 +37,11 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     Nothing runs at the same time here, so the locks are not missed.
     """
     for name, module in list(sys.modules.items()):
-        for key, value in list(vars(module).items()) if name.startswith(PACKAGE.name) else ():
-            if isinstance(value, type(threading.Lock())):
-                monkeypatch.setattr(module, key, contextlib.nullcontext())
-    for holder in (
-        *(process, process.device(0)),
-        *(_driver._table, _install._installed, _modes._reached),
-    ):
-        monkeypatch.setattr(holder, "lock", contextlib.nullcontext())
-    monkeypatch.setattr(process.device(0).steps, "_lock", contextlib.nullcontext())
+        for value in list(vars(module).values()) if name.startswith(PACKAGE.name) else ():
+            if isinstance(value, Guarded):
+                monkeypatch.setattr(value, "lock", contextlib.nullcontext())
+    for guarded in (process.device(0), process.device(0).steps):
+        monkeypatch.setattr(guarded, "lock", contextlib.nullcontext())
 
 
 class Interrupts:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ EFFECTS = ("device_heap", "pinned_pool", "ledger", "transfers", "books", "room",
 PACKAGE = ROOT / "stagehand_alloc"
 # The package's rooms, lowest floor first: each imports from those below it, and from itself.
 FLOORS = (
-    ("_errors", "_tell"),
+    ("_errors", "_guarded", "_tell"),
     ("_extension", "_settings"),
     ("_driver",),
     ("_built", "_books"),
@@ -52,6 +53,8 @@ FLOORS = (
     ("integrations",),
 )
 PUBLIC = {"testing.py", "integrations"}
+CHANGE = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"}
+CHANGE |= {"remove", "reverse", "set", "setdefault", "sort", "update"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -149,6 +152,70 @@ def test_imports_in_the_package_go_down_only() -> None:
                 if room_of(path) == room:
                     assert known_by(path) <= {*below, room, "__version__"}, path
         below |= set(floor)
+
+
+def is_constant(node: ast.expr) -> bool:
+    """A constant, a type or a class by its name: SIZES, _SIZES, Row, _errors.KEYS."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name.lstrip("_")[:1].isupper()
+
+
+def at_module_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements outside of functions and classes, also those in an `if` or a `try`."""
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            kinds = ast.stmt | ast.excepthandler | ast.match_case
+            todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, kinds)]
+
+
+def variables(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    """What stands at module level and is no constant by its name, and what it is bound to."""
+    for node in at_module_level(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in (one for target in targets for one in ast.walk(target)):
+                if isinstance(name, ast.Name) and not is_constant(name):
+                    yield name.id, node.value
+
+
+def is_owner(value: ast.expr | None, ours: set[str]) -> bool:
+    """Whether it is an object of a class of ours, or another name for what has one."""
+    if isinstance(value, ast.Call):
+        made = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        return isinstance(made, ast.Name) and is_constant(made) and made.id in ours
+    return isinstance(value, ast.Name)
+
+
+def changes(tree: ast.Module) -> Iterator[ast.expr]:
+    """Where something in a constant, or a class's own attribute, is set, deleted or added to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            changed = is_constant(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = node.func.attr in CHANGE and is_constant(node.func.value)
+        else:
+            continue
+        if changed:
+            yield node
+
+
+def test_what_changes_in_a_module_has_an_owner() -> None:
+    for path in python_sources():
+        tree = ast.parse(path.read_text())
+        ours = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Global), f"{path}:{node.lineno}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
+                ours |= {alias.asname or alias.name for alias in node.names}
+        for name, value in variables(tree):
+            allowed = name in {"logger", "__all__", "__version__"}
+            assert allowed or is_owner(value, ours), f"{path}: {name}"
+        for node in changes(tree):
+            raise AssertionError(f"{path}:{node.lineno}: {ast.unparse(node)}")
 
 
 def test_modules_are_private_unless_they_are_meant_to_be_used() -> None:

@@ -231,25 +231,27 @@ def test_limits_from_a_handler_are_in_force_at_once_wherever_it_comes(asks: bool
 
 def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[..., Any]) -> None:
     run_fresh("""
-        import os, signal, threading
+        import contextlib, gc, os, signal, threading
         import stagehand_alloc
         from stagehand_alloc import _driver, testing
+        from stagehand_alloc._guarded import Guarded
         from stagehand_alloc._step.device import process
-        from stagehand_alloc._torch_side import install as _install
-        from stagehand_alloc._torch_side import modes as _modes
 
         testing.simulated_gpu(memory="64MiB")
         pool = stagehand_alloc.pool()
         with pool:
             pass
         held, go = threading.Event(), threading.Event()
+        guarded = [one for one in gc.get_objects() if isinstance(one, Guarded)]
+        device = process.device(0)
+        assert {process, device, device.steps, _driver._table} < set(guarded)
 
         def hold():
-            device = process.device(0)
-            with process.lock, device.lock, device.steps._lock, _driver._table.lock:
-                with _install._installed.lock, _modes._reached.lock:
-                    held.set()
-                    go.wait()
+            with contextlib.ExitStack() as stack:
+                for one in guarded:
+                    stack.enter_context(one.lock)
+                held.set()
+                go.wait()
 
         thread = threading.Thread(target=hold)
         thread.start()
@@ -266,8 +268,8 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(run_fresh: Callable[.
                     pass
             process.device(0)
             _driver.start()
-            for lock in (_install._installed.lock, _modes._reached.lock):
-                with lock:
+            for one in guarded:
+                with one.lock:
                     pass
             pool.step_stats()
             os._exit(code)

@@ -12,6 +12,7 @@ import torch
 
 from stagehand_alloc._built.trigger import NOT_NEEDED, Trigger
 from stagehand_alloc._errors import DriverError
+from stagehand_alloc._tell import warn_once
 from stagehand_alloc._torch_side import modes as _modes
 
 
@@ -57,7 +58,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             told.append("out")
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    monkeypatch.setattr(_modes._reached, "warned", False)
+    monkeypatch.setattr(warn_once, "said", set())
     return told
 
 

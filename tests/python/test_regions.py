@@ -37,6 +37,7 @@ import stagehand_alloc
 from stagehand_alloc import _native
 from stagehand_alloc._step import proofs as _recompute
 from stagehand_alloc._step import regions as _regions
+from stagehand_alloc._tell import warn_once
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -113,7 +114,7 @@ def test_the_torch_wrapper_takes_it() -> None:
 
 
 def test_a_function_of_torchs_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_regions, "_warned", set())
+    monkeypatch.setattr(warn_once, "said", set())
     same_as_plain_torch(scaled_block, reruns=2, region=stagehand_alloc.checkpoint)
     x = batch().requires_grad_()
     with pytest.warns(stagehand_alloc.StagehandWarning, match="runs as with"):
@@ -437,7 +438,7 @@ def test_two_threads_that_run_one_module_again_leave_it_its_own_buffers() -> Non
             thread.join()
     assert model[1].running_mean is statistics
     assert int(model[1].num_batches_tracked) == 2  # type: ignore[arg-type]
-    assert not _regions._spared
+    assert not _regions._aside.modules
 
 
 def test_a_nested_checkpoint_with_backwards_inside() -> None:
@@ -462,13 +463,13 @@ def test_a_nested_checkpoint_with_backwards_inside() -> None:
 def test_what_runs_under_somebodys_mode_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr(_regions, "_fault", None)
+    monkeypatch.setattr(_regions._fault, "found", None)
     x = batch().requires_grad_()
     with stagehand_alloc.pool(), FlopCounterMode(display=False):
         loss = when_needed(torch.sin, x).sum()
-    assert _regions._fault is None
+    assert _regions._fault.found is None
     backward(loss)
     torch.testing.assert_close(x.grad, x.detach().cos())
     with stagehand_alloc.pool():
         assert _regions.takes_over()
-    assert _regions._fault == ""
+    assert _regions._fault.found == ""

@@ -34,6 +34,7 @@ from training import Around, digest, leaves_nothing
 import stagehand_alloc
 from stagehand_alloc import StagehandWarning
 from stagehand_alloc._step import regions as _regions
+from stagehand_alloc._tell import warn_once
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -69,8 +70,8 @@ def _nothing() -> Any:
 def test_of_an_unknown_torch_it_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def known(tried: Callable[[], str]) -> None:
         monkeypatch.setattr(_regions, "_try_out", tried)
-        monkeypatch.setattr(_regions, "_fault", None)
-        monkeypatch.setattr(_regions, "_warned", set())
+        monkeypatch.setattr(_regions._fault, "found", None)
+        monkeypatch.setattr(warn_once, "said", set())
 
     known(lambda: "it told nothing")
     with stagehand_alloc.pool(), pytest.warns(StagehandWarning, match="it told nothing") as warned:

@@ -98,8 +98,8 @@ def leaves_nothing() -> Iterator[None]:
     assert (after.records, after.handles, after.retained) == (0, 0, 0)
     assert after.live == before.live
     assert _native.check_invariants(DEVICE) == ""
-    assert testing._running is not None
-    assert testing._running.hazards() == []
+    assert testing._running.found is not None
+    assert testing._running.found.hazards() == []
 
 
 @contextlib.contextmanager
