@@ -85,10 +85,11 @@ def _with_outer(inside: dict[str, Any], around: Mapping[str, Any]) -> dict[str, 
         for name, value in said.items()
         if name not in inside and not (budget and name in _BUDGET)
     }
-    other = {key for key, name in names.items() if (taken | inside).get(name) != said[name]}
+    found = taken | inside
+    other = [key for key, name in names.items() if found.get(name) != said[name]]
     rest = {key: around[key] for key in around if key not in names and key != BLOCK_NAME}
     outer.warn_of({**dict.fromkeys(other, outer.INSIDE), **outer.without_effect(rest)})
-    return taken | inside
+    return found
 
 
 def _name_of(key: Any) -> Any:
