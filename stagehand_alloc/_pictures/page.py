@@ -186,7 +186,7 @@ def _memory(run: Run, numbers: Numbers) -> Iterable[str]:
     yield "<h2>Memory over one step</h2>"
     yield (
         "<p class='faint'>Forward saves tensors for backward, which gives them back. With all of "
-        f"them on the GPU this step would have needed {would}.</p>"
+        f"them on the GPU this step would have needed {would}.{_idle_weights(run)}</p>"
     )
     low, limit = int(run.last("low")), int(run.last("limit"))
     yield _legend(
@@ -199,6 +199,14 @@ def _memory(run: Run, numbers: Numbers) -> Iterable[str]:
         "Memory over one step",
         numbers,
     )
+
+
+def _idle_weights(run: Run) -> str:
+    """What the engine plans with, and so draws, leaves out what may leave for nothing."""
+    if not run.has_weights():
+        return ""
+    most = size(int(run.most("weights_home_peak")))
+    return f" Weights count only while a block holds them; at most {most} of them were there."
 
 
 def _time(run: Run, numbers: Numbers) -> Iterable[str]:

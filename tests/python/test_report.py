@@ -80,6 +80,7 @@ def test_weights_are_a_part_of_what_comes_back_on_the_page(
     page = (tmp_path / "steps.html").read_text()
     assert f"<p>W{line}.</p>" in page
     assert "of it weights, 7.00 GiB" in page
+    assert "Weights count only while a block holds them; at most 6.00 GiB" in page
     assert "var(--weights)" in page.split("Bytes by direction")[1]
 
 
