@@ -17,6 +17,8 @@ namespace stagehand::core {
   /* bytes now */                                                                               \
   X(mapped) X(occupied) X(retained) X(evicted) X(pinned_bytes) X(pinned_used_bytes)             \
   X(pinned_waste_bytes) X(pageable_bytes) X(former_bytes) X(dropped)                            \
+  /* of all weight groups; and of those, at home */                                             \
+  X(weights_bytes) X(weights_home)                                                              \
   /* counts now */                                                                              \
   X(records) X(handles) X(aliases)                                                              \
   /* bytes per second that the lanes carry, as measured last; 0: not yet */                     \
@@ -25,6 +27,7 @@ namespace stagehand::core {
 /* bytes at most, since the last reset */
 #define STAGEHAND_PEAKS(X)                                                                      \
   X(mapped_peak) X(occupied_peak) X(retained_peak) X(evicted_peak) X(live_peak)                 \
+  X(weights_home_peak)                                                                          \
   /* live bytes with the request, at the worst overshoot: no eviction can hold less */          \
   X(overshoot_live)                                                                             \
   /* of it, saved activations still in use */                                                   \
@@ -43,7 +46,10 @@ namespace stagehand::core {
   X(pageable_copies) X(out_of_memory) X(stall_ns) X(stall_count) X(misses) X(map_calls)         \
   X(drops) X(recomputes) X(reruns) X(overtakes)                                                 \
   /* of host_waits, how long: for pinned memory, for a copy, for all work of the GPU */         \
-  X(pinning_wait_ns) X(copy_wait_ns) X(gpu_wait_ns)
+  X(pinning_wait_ns) X(copy_wait_ns) X(gpu_wait_ns)                                             \
+  /* weight groups: they came, of them when they were needed; their bytes; they left; of        \
+     stall_ns, for them */                                                                      \
+  X(weights_loads) X(weights_late) X(weights_loaded_bytes) X(weights_left) X(weights_wait_ns)
 
 #define STAGEHAND_COUNTERS(X) STAGEHAND_GAUGES(X) STAGEHAND_PEAKS(X) STAGEHAND_SUMS(X)
 // clang-format on
@@ -76,7 +82,12 @@ struct Counters {
     evicted += bytes;
     evicted_peak = std::max(evicted_peak, evicted);
   }
+  void weights_are(Bytes home) {
+    weights_home = home;
+    weights_home_peak = std::max(weights_home_peak, home);
+  }
   void reset_peaks() {
+    weights_home_peak = weights_home;
     mapped_peak = mapped;
     occupied_peak = occupied;
     retained_peak = retained;

@@ -242,12 +242,18 @@ Counters Runtime::counted() {
   d_.transfers.add_to(&counters);
   counters.d2h_rate = per_second(d_.plan.lane_rates().out);
   counters.h2d_rate = per_second(d_.plan.lane_rates().in);
+  counters.weights_bytes = d_.weights.standing().bytes();
+  counters.weights_loads = d_.weights.counts().loads;
+  counters.weights_late = d_.weights.counts().late;
+  counters.weights_loaded_bytes = d_.weights.counts().loaded_bytes;
+  counters.weights_left = d_.weights.counts().dropped;
   return counters;
 }
 
 Counters Runtime::counted_now() {
   d_.stalls.collect();
   d_.store->look();
+  d_.counters.weights_are(d_.weights.home_bytes());
   return counted();
 }
 

@@ -6,7 +6,8 @@ namespace {
 constexpr float kLateMilliseconds = 0.02f;  // below this a wait is the event's own cost
 }
 
-std::uint32_t StallMeter::copied(driver::Stream lane, std::uint32_t count) {
+// A pair that is nobody's; kNone where there are too many. It stays spare until it is taken.
+std::uint32_t StallMeter::spare() {
   if (spare_.empty()) {
     collect();
   }
@@ -25,13 +26,40 @@ std::uint32_t StallMeter::copied(driver::Stream lane, std::uint32_t count) {
     pairs_.push_back(pair);
     spare_.push_back(static_cast<std::uint32_t>(pairs_.size() - 1));
   }
-  const std::uint32_t index = spare_.back();
-  if (gate_->event_record(pairs_[index].copied, lane) != driver::kSuccess) {
+  return spare_.back();
+}
+
+std::uint32_t StallMeter::copied(driver::Stream lane, std::uint32_t count) {
+  const std::uint32_t index = spare();
+  if (index == kNone || gate_->event_record(pairs_[index].copied, lane) != driver::kSuccess) {
     return kNone;
   }
   spare_.pop_back();
+  pairs_[index].weights = false;
   pairs_[index].count = count;
   return index;
+}
+
+std::uint32_t StallMeter::weights_asked(driver::Stream consumer) {
+  const std::uint32_t index = spare();
+  if (index == kNone || gate_->event_record(pairs_[index].asked, consumer) != driver::kSuccess) {
+    return kNone;
+  }
+  spare_.pop_back();
+  pairs_[index].weights = true;
+  pairs_[index].prefetched = false;
+  return index;
+}
+
+void StallMeter::weights_there(std::uint32_t pair, driver::Stream consumer) {
+  if (pair == kNone) {
+    return;
+  }
+  if (gate_->event_record(pairs_[pair].copied, consumer) != driver::kSuccess) {
+    forget(pair);
+    return;
+  }
+  open_.push_back(pair);
 }
 
 void StallMeter::asked(std::uint32_t pair, driver::Stream consumer, bool prefetched) {
@@ -63,7 +91,9 @@ void StallMeter::collect() {
     if (gate_->event_elapsed_time(&milliseconds, pair.asked, pair.copied) == driver::kSuccess) {
       const bool late = milliseconds > kLateMilliseconds;
       if (late) {
-        counters_.stall_ns += static_cast<Bytes>(milliseconds * 1e6f);
+        const auto ns = static_cast<Bytes>(milliseconds * 1e6f);
+        counters_.stall_ns += ns;
+        counters_.weights_wait_ns += pair.weights ? ns : 0;
         ++counters_.stall_count;
       }
       if (pair.prefetched) {

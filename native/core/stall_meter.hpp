@@ -1,6 +1,8 @@
-// How long compute waited for restores, from device timestamps: an event on the consumer's stream
-// where it begins to wait, one on the lane where the copy ends. Read later, when both have passed,
-// so that nothing waits for them. Bounded: past kPairs unread pairs new ones are not measured.
+// How long compute waited for restores and for weights, from device timestamps: an event on the
+// consumer's stream where it begins to wait, one on the lane where the copy ends; of weights one on
+// the consumer's stream where it goes on, since they may come from several copies and makers of
+// room. Read later, when both have passed, so that nothing waits for them. Bounded: past kPairs
+// unread pairs new ones are not measured.
 #pragma once
 
 #include <deque>
@@ -21,6 +23,9 @@ class StallMeter {
   std::uint32_t copied(driver::Stream lane, std::uint32_t count);
   // The consumer is about to wait for that copy.
   void asked(std::uint32_t pair, driver::Stream consumer, bool prefetched);
+  // The consumer has come to a block whose weights may be away: between the two it waits for them.
+  std::uint32_t weights_asked(driver::Stream consumer);
+  void weights_there(std::uint32_t pair, driver::Stream consumer);
   // The copy was never asked for.
   void forget(std::uint32_t pair);
   // Adds up the pairs that have passed, up to the first that has not: later ones nearly always come
@@ -28,11 +33,13 @@ class StallMeter {
   void collect();
 
  private:
+  std::uint32_t spare();
   static constexpr std::size_t kPairs = 512;
   struct Pair {
     driver::Event copied = nullptr;
     driver::Event asked = nullptr;
     bool prefetched = false;
+    bool weights = false;
     std::uint32_t count = 1;
   };
 

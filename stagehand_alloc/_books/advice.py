@@ -88,6 +88,14 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
     sizes and times, with the link's rates (`native/core/step_shape`, which also says how far off
     that was). What a step takes outside of forward and backward is added as it was.
     """
+    if run.has_weights():
+        raise TelemetryError(
+            f"{run.file}: {run.name} had {size(int(run.most('weights_bytes')))} of offloaded "
+            "weights. What other budgets would cost such a run cannot be told yet: the forecast "
+            "knows of saved tensors alone, and here weights leave for the same high.",
+            "Train some steps with each budget, and read their reports. Without offload, where "
+            "the model fits, a run can be forecast.",
+        )
     known = None if run.shape is None else run.shape.known
     if run.shape is None or known is None or not known.at_ns:
         raise TelemetryError(

@@ -17,6 +17,9 @@ _WASTE = 0.15
 _BUSY = 0.80  # of a step's time: a lane is as good as never idle
 _FEW_KINDS = 0.25  # of the settled steps
 _ROOM = 0.90  # a peak below this part of high leaves room
+_MOSTLY = 0.50  # of what comes to the GPU
+
+BACK = "back to the GPU"  # the lane that weights come on, too
 _APART = 0.10  # of a step: one rank is slower than another
 
 
@@ -104,7 +107,7 @@ def _times_apart(timed: Sequence[Run]) -> list[Finding]:
 
 
 def _nothing_saved(run: Run) -> Iterator[Finding]:
-    if run.total("activations_saved") == 0:
+    if run.total("activations_saved") == 0 and not run.has_weights():  # those stream without too
         yield Finding(
             "nothing_saved",
             Level.PROBLEM,
@@ -117,17 +120,24 @@ def _nothing_saved(run: Run) -> Iterator[Finding]:
 
 def _never_pressed(run: Run) -> Iterator[Finding]:
     high, peak = run.last("high"), _peak(run)
-    used = run.total("spill_bytes") + run.total("dropped_bytes")
-    if run.total("activations_saved") == 0 or used > 0 or not 0 < peak < high:
+    used = sum(run.total(f"{what}_bytes") for what in ("spill", "dropped"))
+    streamed = run.typical("weights_loads") > 0
+    if run.total("activations_saved") == 0 or used > 0 or streamed or not 0 < peak < high:
         return
     yield Finding(
         "never_pressed",
         Level.GOOD,
         f"Memory stayed below high: at most {size(int(peak))} of {size(int(high))}. Nothing was "
         "moved, and training ran as without a pool.",
-        "Use a larger batch or a longer sequence, or lower high. "
-        "`python -m stagehand_alloc advise` says what a smaller budget would cost.",
+        "Use a larger batch or a longer sequence, or lower high. " + _other_budgets(run),
     )
+
+
+def _other_budgets(run: Run) -> str:
+    """How to learn what they would cost."""
+    if run.has_weights():
+        return "Try other budgets for some steps each: with offloaded weights none is forecast."
+    return "`python -m stagehand_alloc advise` says what other budgets would cost."
 
 
 def _over_high(run: Run) -> Iterator[Finding]:
@@ -179,6 +189,9 @@ def _late(run: Run) -> Iterator[Finding]:
     share = late / step
     level = Level.PROBLEM if share > _MUCH else Level.HINT
     busy = max(share for _, _, _, share in lanes(run))
+    if weights_share(run) > _MOSTLY:
+        yield _late_weights(run, level, late, busy)
+        return
     drops = run.total("drops") > 0
     recompute = "" if drops else ", or set recompute=model, so that less has to be copied"
     if busy > _BUSY:
@@ -198,6 +211,34 @@ def _late(run: Run) -> Iterator[Finding]:
             "can be there.",
             f"Raise high a little{recompute}. In the first 40 steps plans are still tried.",
         )
+
+
+def _late_weights(run: Run, level: Level, late: float, busy: float) -> Finding:
+    """The GPU waits for copies, and most of what comes to it are weights."""
+    step, loads = run.step_ms(), run.typical("weights_loads")
+    come = (
+        f"{size(int(run.typical('weights_loaded_bytes')))} of weights come in {loads:.0f} loads a "
+        f"step, {_percent(weights_share(run))} of what comes to the GPU"
+    )
+    waits = f"the GPU waits {late:.3g} ms of {step:.3g} ms ({_percent(late / step)}) for copies"
+    if busy > _BUSY:
+        return Finding(
+            "weights_link_full",
+            level,
+            f"The link is the limit, by the weights: {come}, it is busy for {_percent(busy)} of a "
+            f"step, and {waits}.",
+            "Raise high, so that more blocks stay, or load the frozen weights in 8 or 4 bits. A "
+            "larger batch at the same high makes each load serve more, as long as what it saves "
+            "fits.",
+        )
+    begun = run.typical("weights_late")
+    return Finding(
+        "weights_late",
+        level,
+        f"Weights come late: {come}, {begun:.0f} of them not begun before their block was reached. "
+        f"The link is busy for {_percent(busy)} of a step, and {waits}.",
+        "Raise high by a block or two: the next ones come as soon as there is room for them.",
+    )
 
 
 def _made_again(run: Run) -> Iterator[Finding]:
@@ -319,13 +360,18 @@ def _fine(run: Run) -> Finding:
         "held",
         Level.GOOD,
         f"The budget was held: at most {size(int(peak))}{budget}{waits}.",
-        "There may be room for a larger batch or sequence at the same high; "
-        "`python -m stagehand_alloc advise` says what other budgets would cost.",
+        "There may be room for a larger batch or sequence at the same high. " + _other_budgets(run),
     )
 
 
 def _peak(run: Run) -> float:
     return run.most("mapped_peak") or run.most("vram_peak_mb") * (1 << 20)
+
+
+def weights_share(run: Run) -> float:
+    """Of the bytes that come to the GPU in a settled step, those that are weights."""
+    moved = lanes(run)[1][1]
+    return run.typical("weights_loaded_bytes") / moved if moved > 0 else 0.0
 
 
 def waits_ms(run: Run) -> float:
@@ -340,7 +386,7 @@ def lanes(run: Run) -> list[tuple[str, float, float, float]]:
     found = []
     for name, fields, rate_field in (
         ("to the host", ("d2h_bytes", "spill_bytes"), "d2h_rate"),
-        ("back to the GPU", ("h2d_bytes", "restore_bytes"), "h2d_rate"),
+        (BACK, ("h2d_bytes", "restore_bytes"), "h2d_rate"),
     ):
         moved = next((one for one in map(run.typical, fields) if one > 0), 0.0)
         rate, step = rate_of(run, rate_field), run.step_ms()

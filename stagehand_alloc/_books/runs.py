@@ -79,6 +79,10 @@ class Run:
         """Of the last step."""
         return number(self.steps[-1], field)
 
+    def has_weights(self) -> bool:
+        """Whether any were offloaded in it."""
+        return self.most("weights_bytes") > 0
+
     def step_ms(self) -> float:
         """A settled step from one entry of the pool to the next; 0 where lines do not say."""
         # The last line ends where the process did, or the next epoch began.

@@ -61,6 +61,8 @@ class PoolStats:
     pinned_used_bytes: int = _now()
     pageable_bytes: int = _now()
     pinned_waste_bytes: int = _now()  # of slabs in use: what their copies leave empty
+    weights_bytes: int = _now()  # of `offload`: all of them, in pinned memory of their own
+    weights_home: int = _now()  # of them, on the GPU: a part of live
     d2h_rate: int = _now()  # bytes per second of each lane, as measured last; 0: not yet
     h2d_rate: int = _now()
     # settings with which the pinned pool would have had no miss and least waste; empty: not known
@@ -71,6 +73,7 @@ class PoolStats:
     occupied_peak: int = _peak()
     retained_peak: int = _peak()
     evicted_peak: int = _peak()
+    weights_home_peak: int = _peak()  # as blocks were entered
     live_peak: int = _peak()  # a budget below this, plus fragmentation, cannot be held
     overshoot_live: int = _peak()  # live with the request, at the worst overshoot
     overshoot_saved: int = _peak()  # of it, saved activations still in use
@@ -81,6 +84,7 @@ class PoolStats:
     restored_bytes: int = 0
     dropped_bytes: int = 0
     recomputed_bytes: int = 0
+    weights_loaded_bytes: int = 0  # a part of h2d_bytes; they leave without a copy
     d2h_bytes: int = 0  # moved by each lane
     h2d_bytes: int = 0  # the express lane's too
     express_bytes: int = 0
@@ -91,6 +95,7 @@ class PoolStats:
     gpu_wait_ns: int = 0  # for all work of the GPU
     stall_count: int = 0  # the GPU waited for a copy
     stall_ns: int = 0
+    weights_wait_ns: int = 0  # of stall_ns, for weights
     clean_evictions: int = 0
     dirty_evictions: int = 0
     write_backs: int = 0  # copied out ahead of need, as planned
@@ -98,6 +103,9 @@ class PoolStats:
     drops: int = 0
     recomputes: int = 0
     reruns: int = 0  # of regions, to make again what they had saved
+    weights_loads: int = 0  # a block's weights came to the GPU
+    weights_late: int = 0  # of those, not before the block was reached
+    weights_left: int = 0  # and left it
     prefetches: int = 0
     prefetch_hits: int = 0
     prefetch_lates: int = 0
@@ -135,19 +143,29 @@ class PoolStats:
         pinned = f"pinned {size(self.pinned_used_bytes)} of {size(self.pinned_bytes)} used"
         stalls = f"{self.stall_count} stalls ({self.stall_ns / 1e6:.1f} ms)"
         over = f"{size(self.overshoot_bytes)} over high"
+        weights = (
+            f"\n  weights {size(self.weights_bytes)}, {size(self.weights_home)} on the GPU (peak "
+            f"{size(self.weights_home_peak)}); {self.weights_loads} loads "
+            f"({size(self.weights_loaded_bytes)}), {self.weights_late} late; of the stalls "
+            f"{self.weights_wait_ns / 1e6:.1f} ms for them"
+            if self.weights_bytes or self.weights_loads
+            else ""
+        )
         return (
             f"device {self.device}{way_in}: {memory}; {budget}\n"
             f"  {occupied}: {parts}; {over}\n"
             f"  {saved}; {evicted}, {restored}, {prefetched}; {dropped}; plan {self.plan_state}\n"
             f"  {pinned} ({size(self.pinned_waste_bytes)} of it empty), "
-            f"pageable {size(self.pageable_bytes)}; {self.host_waits} host waits, {stalls}"
+            f"pageable {size(self.pageable_bytes)}; {self.host_waits} host waits, {stalls}{weights}"
         )
 
     def _repr_html_(self) -> str:
         """In a notebook: a bar of what is mapped against high, and the numbers of `str`."""
         whole = max(self.high if self.high < UNLIMITED else 0, self.mapped, 1)
+        weights = min(self.weights_home, self.live)
         parts = (
-            ("in use", self.live, "#1f6feb"),
+            *([("weights", weights, "#7a4fb5")] if self.weights_bytes else []),
+            ("in use", self.live - weights, "#1f6feb"),
             ("retained", self.retained, "#8fb8f6"),
             ("mapped, free", max(0, self.mapped - self.occupied), "#c9ced6"),
         )

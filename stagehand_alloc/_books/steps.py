@@ -162,6 +162,14 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "misses": found.misses,
         "map_calls": found.map_calls,
         "out_of_memory": found.out_of_memory,
+        "weights_bytes": found.weights_bytes,
+        "weights_home": found.weights_home,
+        "weights_home_peak": found.weights_home_peak,
+        "weights_loads": found.weights_loads,
+        "weights_late": found.weights_late,
+        "weights_loaded_bytes": found.weights_loaded_bytes,
+        "weights_left": found.weights_left,
+        "weights_wait_ms": _ms(found.weights_wait_ns),
     }
 
 

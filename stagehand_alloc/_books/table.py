@@ -8,6 +8,11 @@ from stagehand_alloc._books.runs import Line, Run, number, numbers
 from stagehand_alloc._settings.sizes import MIB, format_bytes
 
 _ROWS = 12
+_WEIGHTS = (
+    ("weights MiB", "weights_loaded_bytes", MIB),
+    ("loads", "weights_loads", 1),
+    ("late", "weights_late", 1),
+)
 
 
 def table(run: Run) -> str:
@@ -21,6 +26,7 @@ def table(run: Run) -> str:
         ("restored", "activations_restored", 1),
         ("restore MiB", "restore_bytes", MIB),
         ("dropped MiB", "dropped_bytes", MIB),
+        *(_WEIGHTS if run.has_weights() else ()),
         ("stall ms", "stall_time_ms", 1),
         ("over high MiB", "overshoot_bytes", MIB),
         ("host waits", "host_waits", 1),
@@ -36,7 +42,25 @@ def table(run: Run) -> str:
     ]
     if len(shown) < len(run.steps):
         lines.insert(1 + (_ROWS + 1) // 2, f"... {len(run.steps) - _ROWS} more steps ...")
-    return "\n".join([*lines, "", _totals(run), *pinned_lines(run)])
+    return "\n".join([*lines, "", _totals(run), *weights_lines(run), *pinned_lines(run)])
+
+
+def weights_lines(run: Run) -> list[str]:
+    """What a settled step does with offloaded weights; nothing without any."""
+    if not run.has_weights():
+        return []
+    all_of, at_home, loaded = (
+        format_bytes(int(of(name)))
+        for of, name in (
+            (run.most, "weights_bytes"),
+            (run.most, "weights_home_peak"),
+            (run.typical, "weights_loaded_bytes"),
+        )
+    )
+    loads, late = run.typical("weights_loads"), run.typical("weights_late")
+    waits = f"the GPU waits {run.typical('weights_wait_ms'):.3g} ms for them"
+    home = f"weights {all_of}, at most {at_home} of them on the GPU"
+    return [f"{home}: {loaded} come a step in {loads:.0f} loads, {late:.0f} late, and {waits}"]
 
 
 def pinned_lines(run: Run) -> list[str]:

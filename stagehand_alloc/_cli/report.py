@@ -71,6 +71,9 @@ def _run_json(run: Run) -> dict[str, Any]:
         "waits_ms": _findings.waits_ms(run),
         "moved_bytes_a_step": int(run.typical("spill_bytes")),
         "dropped_bytes_a_step": int(run.typical("dropped_bytes")),
+        "weights_bytes": int(run.most("weights_bytes")),
+        "weights_bytes_a_step": int(run.typical("weights_loaded_bytes")),
+        "weights_waits_ms": run.typical("weights_wait_ms"),
         "findings": [_finding_json(one) for one in _findings.find(run)],
     }
 

@@ -32,6 +32,7 @@ COLOURS = {
     "stays": "#6b7f99",
     "moves": "#1f6feb",
     "again": "#d9730d",
+    "weights": "#7a4fb5",
     "waits": "#c4314b",
     "limit": "#b02a37",
     "area": "#cfe0fb",
@@ -173,14 +174,17 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[f
 Part = tuple[float, str]  # how much, and its colour
 
 
-def lanes(rows: Sequence[tuple[str, float, float]], width: int) -> Figure:
-    """Bytes that each lane moves in a step, over what it could carry meanwhile (0: not known)."""
-    scale, unit = unit_of(max(max(moved, could) for _, moved, could in rows))
+def lanes(rows: Sequence[tuple[str, float, float, float]], width: int) -> Figure:
+    """Bytes that each lane moves in a step, over what it could carry meanwhile (0: not known), and
+    those that are weights."""
+    scale, unit = unit_of(max(max(moved, could) for _, moved, could, _ in rows))
     figure, axes = _axes(width, 62 * len(rows) + 48)
-    for at, (name, moved, could) in enumerate(rows):
+    for at, (name, moved, could, weights) in enumerate(rows):
         if could > 0:
             _bar(axes, at, could / scale, "grid")
         _bar(axes, at, moved / scale, "moves")
+        if weights > 0:
+            _bar(axes, at, weights / scale, "weights")
         _label(axes, at, name)
     axes.set_xlabel(f"{unit} in one step")
     _as_bars(axes, len(rows))

@@ -16,7 +16,7 @@ from stagehand_alloc._books.findings import Finding
 from stagehand_alloc._books.markup import escaped, table
 from stagehand_alloc._books.plan import PlanLine
 from stagehand_alloc._books.runs import Run, Telemetry
-from stagehand_alloc._books.table import proposed
+from stagehand_alloc._books.table import proposed, weights_lines
 from stagehand_alloc._pictures import figures
 from stagehand_alloc._settings.sizes import format_bytes as size
 
@@ -34,6 +34,7 @@ _DARK = {
     "stays": "#8196b3",
     "moves": "#58a6ff",
     "again": "#f0883e",
+    "weights": "#b392f0",
     "waits": "#ff7b93",
     "limit": "#ff7b72",
     "area": "#1c3a63",
@@ -157,6 +158,10 @@ def _facts(run: Run) -> str:
     ]
     if run.total("dropped_bytes") > 0:
         facts.append((size(int(run.typical("dropped_bytes"))), "dropped and made again a step"))
+    if run.has_weights():
+        of = size(int(run.most("weights_bytes")))
+        loaded = size(int(run.typical("weights_loaded_bytes")))
+        facts.append((loaded, f"of weights come a step, of {of} offloaded"))
     if step > 0:
         facts.append((f"{step:.4g} ms", f"a step, median of {len(run.settled())}"))
         waits = _findings.waits_ms(run)
@@ -181,7 +186,7 @@ def _memory(run: Run, numbers: Numbers) -> Iterable[str]:
     yield "<h2>Memory over one step</h2>"
     yield (
         "<p class='faint'>Forward saves tensors for backward, which gives them back. With all of "
-        f"them on the GPU this step would have needed {would}.</p>"
+        f"them on the GPU this step would have needed {would}.{_idle_weights(run)}</p>"
     )
     low, limit = int(run.last("low")), int(run.last("limit"))
     yield _legend(
@@ -194,6 +199,14 @@ def _memory(run: Run, numbers: Numbers) -> Iterable[str]:
         "Memory over one step",
         numbers,
     )
+
+
+def _idle_weights(run: Run) -> str:
+    """What the engine plans with, and so draws, leaves out what may leave for nothing."""
+    if not run.has_weights():
+        return ""
+    most = size(int(run.most("weights_home_peak")))
+    return f" Weights count only while a block holds them; at most {most} of them were there."
 
 
 def _time(run: Run, numbers: Numbers) -> Iterable[str]:
@@ -235,19 +248,26 @@ def time_of(run: Run) -> list[tuple[str, float, str]]:
 
 def _links(run: Run, numbers: Numbers) -> Iterable[str]:
     rows, told = [], []
+    weights = run.typical("weights_loaded_bytes")
     for name, moved, rate, share in _findings.lanes(run):
-        rows.append((f"{name}: {size(int(moved))}", moved, moved / share if share > 0 else 0.0))
+        could = moved / share if share > 0 else 0.0
+        of_weights = min(weights, moved) if name == _findings.BACK else 0.0
+        rows.append((f"{name}: {size(int(moved))}", moved, could, of_weights))
         if share > 0:
             told.append(f"{share:.0%} of a step {name} ({rate / 1e9:.3g} GB/s)")
-    if not any(moved for _, moved, _ in rows):
+    if not any(moved for _, moved, _, _ in rows):
         return
     yield "<h2>Copies against the link</h2>"
     entries = [("moves", "", "moved in one step")]
     if told:
         yield f"<p class='faint'>The link is busy for {' and '.join(told)}, as measured.</p>"
         entries.append(("grid", "", "what it could have carried meanwhile"))
+    if run.has_weights():
+        entries.insert(1, ("weights", "", f"of it weights, {size(int(weights))}"))
     yield _legend(*entries)
     yield _picture(lambda width: figures.lanes(rows, width), "Bytes by direction", numbers)
+    for line in weights_lines(run):
+        yield f"<p>{escaped(line[0].upper() + line[1:])}.</p>"
 
 
 def _fates(run: Run, numbers: Numbers) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Settings from a mapping or a file: where they stand, v0's names, and what was likely meant."""
+"""Settings from a mapping or a file: where they stand, other names, and what was likely meant."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from stagehand_alloc._errors import ConfigError
+from stagehand_alloc._settings import outer
 from stagehand_alloc._settings.config import Config
-from stagehand_alloc._settings.sizes import MIB, is_int, shown
+from stagehand_alloc._settings.sizes import MIB, is_int, parse_inflight, shown
 from stagehand_alloc._tell import warn
 
 BLOCK_NAME = "activation_stagehand"
@@ -35,22 +36,30 @@ def _flag(name: str, value: Any) -> Any:
     return value
 
 
-# Keys of Activation Stagehand v0 that have another name now, and how they are read.
+def _inflight(name: str, value: Any) -> Any:
+    return parse_inflight(value, name)
+
+
+# Keys of Activation Stagehand v0, and of Weight Stagehand, that have another name now, and how they
+# are read.
 ALIASES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "vram_high_watermark_mb": ("high", _from_mebibytes),
     "vram_low_watermark_mb": ("low", _from_mebibytes),
     "telemetry_enabled": ("telemetry", _flag),
+    "max_inflight_transfers": ("max_inflight_h2d", _inflight),
 }
 WITHOUT_EFFECT = ("recompute_threshold_bytes",)  # likewise: read, and of no use here
 _ARGUMENTS = ("keep", "on_step")  # of pool(), which no file can hold
+_BUDGET = ("high", "low", "limit")  # are said by one block alone: they go together
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> Config:
     """Read settings from a mapping, or from a JSON or TOML file.
 
     The keys are those of `Config`; those of Activation Stagehand v0 are read too. They may stand at
-    the top, or in an ``activation_stagehand`` block at any depth, as in a v0 file, where everything
-    outside the block is left alone.
+    the top, or in an ``activation_stagehand`` block at any depth, as in a v0 file. What that does
+    not say is taken from the ``stagehand`` block around it, or from one alone; a StagehandWarning
+    names the keys there that have no effect. Everything outside of the two is left alone.
     Raises ConfigError for a file that cannot be read and for an unknown key, naming the nearest.
     """
     if not isinstance(source, Mapping | str | Path):
@@ -59,23 +68,57 @@ def load_config(source: str | Path | Mapping[str, Any]) -> Config:
             "Give a mapping of settings, or the path of a JSON or TOML file.",
         )
     data = source if isinstance(source, Mapping) else _read_file(Path(source))
+    settings, around = _block(data, BLOCK_NAME), _block(data, outer.NAME)
+    if around is None:
+        return Config(**_canonical(_once(data if settings is None else settings)))
+    return Config(**_with_outer(_canonical(_once(settings or {})), _once(around)))
+
+
+def _with_outer(inside: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
+    """`inside`, and of the block around it what that does not say; warns once of all else there."""
+    names = {key: _name_of(key) for key in around if _name_of(key) in KEYS}
+    said = _canonical({key: around[key] for key in names})
+    Config(**said)  # checks them, also those that are said inside
+    budget = not inside.keys().isdisjoint(_BUDGET)
+    taken = {
+        name: value
+        for name, value in said.items()
+        if name not in inside and not (budget and name in _BUDGET)
+    }
+    found = taken | inside
+    other = [key for key, name in names.items() if found.get(name) != said[name]]
+    rest = {key: around[key] for key in around if key not in names and key != BLOCK_NAME}
+    outer.warn_of({**dict.fromkeys(other, outer.INSIDE), **outer.without_effect(rest)})
+    return found
+
+
+def _name_of(key: Any) -> Any:
+    return ALIASES[key][0] if key in ALIASES else key
+
+
+def _once(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, in which no key is twice. Raises ConfigError."""
+    if twice := getattr(settings, "twice", None):
+        raise ConfigError(f"{twice[0]!r} is set twice.", "Leave one of them.")
+    return settings
+
+
+def _block(data: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """The block of that name, at whatever depth; None where there is none. Raises ConfigError."""
     try:
-        blocks = list(_blocks(data))
+        blocks = list(_blocks(data, name))
     except RecursionError as error:
         raise ConfigError("The settings are nested too deeply to be read.", _HOW_TO_NEST) from error
     if len(blocks) > 1:
         raise ConfigError(
-            f'There are {len(blocks)} blocks "{BLOCK_NAME}" in the settings.', "Leave one of them."
+            f'There are {len(blocks)} blocks "{name}" in the settings.', "Leave one of them."
         )
-    settings = blocks[0] if blocks else data
-    if not isinstance(settings, Mapping):
+    if blocks and not isinstance(blocks[0], Mapping):
         raise ConfigError(
-            f"{BLOCK_NAME} is a {type(settings).__name__}, not a block of settings.",
-            f'Write "{BLOCK_NAME}": {{...}} with the settings inside.',
+            f"{name} is a {type(blocks[0]).__name__}, not a block of settings.",
+            f'Write "{name}": {{...}} with the settings inside.',
         )
-    if twice := getattr(settings, "twice", None):
-        raise ConfigError(f"{twice[0]!r} is set twice.", "Leave one of them.")
-    return Config(**_canonical(settings))
+    return blocks[0] if blocks else None
 
 
 def _canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +132,7 @@ def _canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name not in KEYS:
             raise ConfigError(f"Unknown setting {shown(key)}.", _instead_of(str(key)))
         if name in found:
-            other = next(k for k in settings if k != key and ALIASES.get(k, (k,))[0] == name)
+            other = next(k for k in settings if k != key and _name_of(k) == name)
             raise ConfigError(
                 f"{other!r} and {key!r} are one setting, and both are given.", f"Leave {name!r}."
             )
@@ -124,17 +167,17 @@ class _JsonObject(dict[str, Any]):
         self.twice = [name for at, name in enumerate(names) if name in names[:at]]
 
 
-def _blocks(data: Any) -> Iterator[Any]:
-    """Every block of ours in the settings, at whatever depth."""
+def _blocks(data: Any, name: str) -> Iterator[Any]:
+    """Every block of that name in the settings, at whatever depth."""
     if isinstance(data, Mapping):
         for key, value in getattr(data, "pairs", None) or data.items():
-            if key == BLOCK_NAME:
+            if key == name:
                 yield value
             else:
-                yield from _blocks(value)
+                yield from _blocks(value, name)
     elif isinstance(data, list):
         for value in data:
-            yield from _blocks(value)
+            yield from _blocks(value, name)
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 import stagehand_alloc
 from stagehand_alloc import Config, ConfigError, SizeError, load_config
+from stagehand_alloc._settings import outer
 from stagehand_alloc._settings.budget import Budget, resolve_budget
 from stagehand_alloc._settings.host_memory import available_host_bytes, local_ranks
 from stagehand_alloc._settings.load import ALIASES, KEYS
@@ -153,6 +154,89 @@ def test_a_v0_file_is_read_unchanged(tmp_path: Path) -> None:
     assert config.max_inflight_d2h == 1
 
 
+def around(inside: Any = None, **block: Any) -> dict[str, Any]:
+    """A trainer's settings with a `stagehand` block, and ours in it where there is one."""
+    if inside is not None:
+        block["activation_stagehand"] = inside
+    return {"memory": {"strategy": "stagehand", "stagehand": block}}
+
+
+def told_of(settings: dict[str, Any]) -> list[str]:
+    """Reads them, and gives the lines of the warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        load_config(settings)
+    return [line for one in told for line in str(one.message).splitlines()]
+
+
+def test_what_our_block_does_not_say_is_taken_from_the_stagehand_block_around_it() -> None:
+    block = {
+        "vram_high_watermark_mb": 20000,
+        "vram_low_watermark_mb": 16000,
+        "max_inflight_transfers": 2,
+        "telemetry_enabled": True,
+        "telemetry_file": "weights.jsonl",
+        "host_limit": "30GiB",
+    }
+    expected = Config(
+        high=20000 << 20,
+        low=16000 << 20,
+        max_inflight_h2d=2,
+        telemetry=True,
+        telemetry_file="weights.jsonl",
+        host_limit="30GiB",
+    )
+    assert load_config(around(**block)) == load_config(around({}, **block)) == expected
+    assert told_of(around({"recompute": True}, **block)) == []
+    inside = load_config(around({"max_inflight_h2d": 1, "telemetry": "mine.jsonl"}, **block))
+    assert (inside.max_inflight_h2d, inside.telemetry_path) == (1, "mine.jsonl")
+    assert inside.high == 20000 << 20
+
+
+def test_a_budget_is_of_one_block_alone() -> None:
+    # Mixed, this low would be above this high.
+    settings = around({"high": "10GiB"}, vram_high_watermark_mb=22000, vram_low_watermark_mb=18000)
+    with pytest.warns(stagehand_alloc.StagehandWarning):
+        config = load_config(settings)
+    assert (config.high, config.low) == (10 * GIB, None)
+    assert [line.split(":")[0].strip() for line in told_of(settings)[1:]] == [
+        "vram_high_watermark_mb",
+        "vram_low_watermark_mb",
+    ]
+    assert told_of(around({"high": 22000 << 20}, vram_high_watermark_mb=22000)) == []
+
+
+@pytest.mark.parametrize("key", outer.WITHOUT_EFFECT)
+def test_a_key_of_the_stagehand_block_without_effect_is_named_with_what_is_done_instead(
+    key: str,
+) -> None:
+    kind, why = outer.WITHOUT_EFFECT[key]
+    value, wrong = {"bool": (True, 3), "int": (7, True), "str": ("static", 1), "share": (0.3, 2)}[
+        kind
+    ]
+    first, second = told_of(around({}, **{key: value}))
+    assert "1 setting had no effect" in first
+    assert second == f"  {key}: {why.replace('`', '')}"
+    with pytest.raises(ConfigError, match=f"{key}={wrong}") as caught:
+        load_config(around({}, **{key: wrong}))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_all_keys_without_effect_are_in_one_warning_at_the_users_line() -> None:
+    settings = around(pinned_pool_mb=8192, two_stage=True, family="ltx2", strict_bf16=True)
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="4 settings had no effect") as told:
+        stagehand_alloc.pool(config=settings)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert "two_stage: there is no such setting" in str(told[0].message)
+
+
+def test_what_asks_for_no_more_than_is_done_is_not_warned_of() -> None:
+    quiet = {"nan_inf_check": False, "debug_trace": False, "telemetry_interval_steps": 1}
+    assert told_of(around({}, **quiet)) == []
+    assert told_of({"activation_stagehand": {}, "stage": {"pinned_pool_mb": 1}}) == []
+
+
 def test_keys_may_stand_at_the_top() -> None:
     assert load_config({"slabs_per_class": 3}).pinned_classes()[1] == [3] * 5
     assert load_config({}) == Config()
@@ -181,6 +265,20 @@ def test_toml_is_read_too(tmp_path: Path) -> None:
         ({"piece": 5}, "piece=5"),
         ({"recompute": "blocks"}, "recompute='blocks'"),
         ({"activation_stagehand": 3}, "activation_stagehand"),
+        ({"stagehand": 3}, "stagehand is a int"),
+        ({"a": {"stagehand": {}}, "b": {"stagehand": {}}}, '2 blocks "stagehand"'),
+        ({"stagehand": {"vram_high_watermark_mb": "20000"}}, "vram_high_watermark_mb='20000'"),
+        ({"stagehand": {"max_inflight_transfers": 0}}, "max_inflight_transfers=0"),
+        ({"stagehand": {"telemetry_enabled": 1}}, "telemetry_enabled=1"),
+        (
+            {"stagehand": {"telemetry_file": 5, "activation_stagehand": {"telemetry_file": "a"}}},
+            "telemetry_file=5",
+        ),
+        (
+            {"stagehand": {"vram_high_watermark_mb": 1, "vram_low_watermark_mb": 2}},
+            "low is 2.00 MiB, above high",
+        ),
+        ({"stagehand": {"activation_stagehand": {"slabs": 1}}}, "slabs_per_class"),
         ({"slabs_per_class": [1, 2]}, "2 counts for 5"),
         ({"slabs_per_class": -1}, "negative"),
         ({"slabs_per_class": [1, 1, 1, 1, -1]}, "negative"),

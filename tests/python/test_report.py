@@ -17,7 +17,20 @@ from stagehand_alloc.__main__ import main
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def training(rank: int = 0, high: int = 20 * GIB, steps: int = 60) -> list[dict[str, Any]]:
+WEIGHTS = {
+    "weights_bytes": 9 * GIB,
+    "weights_home_peak": 6 * GIB,
+    "weights_loaded_bytes": 7 * GIB,
+    "weights_loads": 14,
+    "weights_late": 2,
+    "weights_wait_ms": 1.5,
+    "h2d_bytes": 9 * GIB,
+}
+
+
+def training(
+    rank: int = 0, high: int = 20 * GIB, steps: int = 60, **fields: Any
+) -> list[dict[str, Any]]:
     lines = [
         line(
             n,
@@ -28,6 +41,7 @@ def training(rank: int = 0, high: int = 20 * GIB, steps: int = 60) -> list[dict[
             pinned_bytes=4 * GIB,
             proposed_classes_mb=[4, 16],
             proposed_slabs_per_class=[9, 3],
+            **fields,
         )
         for n in range(1, steps + 1)
     ]
@@ -51,6 +65,23 @@ def test_the_table_is_printed_and_the_page_stands_beside_the_file(
     assert "{&quot;pinned_pool_classes_mb&quot;: [4, 16]" in page
     for outside in ("<script", "src=", "http://cdn", "https://", "@import"):
         assert outside not in page.replace("http://www.w3.org", "")
+
+
+def test_weights_are_a_part_of_what_comes_back_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "steps.jsonl", training(**WEIGHTS))
+    assert main(["report", str(path)]) == 0
+    line = (
+        "eights 9.00 GiB, at most 6.00 GiB of them on the GPU: 7.00 GiB come a step in 14 loads, "
+        "2 late, and the GPU waits 1.5 ms for them"
+    )
+    assert f"w{line}" in capsys.readouterr().out
+    page = (tmp_path / "steps.html").read_text()
+    assert f"<p>W{line}.</p>" in page
+    assert "of it weights, 7.00 GiB" in page
+    assert "Weights count only while a block holds them; at most 6.00 GiB" in page
+    assert "var(--weights)" in page.split("Bytes by direction")[1]
 
 
 def test_the_same_file_makes_the_same_page(tmp_path: Path) -> None:
@@ -143,7 +174,7 @@ def browser() -> Iterator[Any]:
 def test_the_page_fits_its_window_and_loads_nothing(
     tmp_path: Path, browser: Any, width: int, scheme: str
 ) -> None:
-    lines = training() + training(rank=1, high=10 * GIB)
+    lines = training() + training(rank=1, high=10 * GIB, **WEIGHTS)
     name = "a_very_long_name_of_a_telemetry_file_without_a_space_in_it_at_all_anywhere.jsonl"
     path = write(tmp_path / name, lines)
     assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
