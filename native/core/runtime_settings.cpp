@@ -253,7 +253,6 @@ Counters Runtime::counted() {
 Counters Runtime::counted_now() {
   d_.stalls.collect();
   d_.store->look();
-  d_.counters.weights_are(d_.weights.home_bytes());
   return counted();
 }
 

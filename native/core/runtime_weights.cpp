@@ -38,17 +38,8 @@ void Runtime::remove_weights(GroupId id) {
 
 Status Runtime::enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address) {
   Entry entry(d_.gate);
-  const bool measured = d_.weights.home_bytes() < d_.weights.standing().bytes() &&
-                        !d_.clocks.of(consumer).captured();  // an event there would be the graph's
-  const std::uint32_t pair = measured ? d_.stalls.weights_asked(consumer) : StallMeter::kNone;
   const Status status = d_.weights.enter(entry, id, kind, consumer, address);
-  if (status == Status::ok) {
-    d_.stalls.weights_there(pair, consumer);
-  } else {
-    d_.stalls.forget(pair);
-  }
   d_.books.note_occupied();
-  d_.counters.weights_are(d_.weights.home_bytes());
   return status;
 }
 
@@ -61,7 +52,6 @@ void Runtime::more_weights(driver::Stream consumer) {
   Entry entry(d_.gate);
   if (!d_.clocks.of(consumer).captured()) {
     d_.weights.bring_ahead(entry, consumer);
-    d_.counters.weights_are(d_.weights.home_bytes());
   }
 }
 

@@ -45,8 +45,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     }
   }
   StreamClock& clock = d_.clocks.of(consumer);
-  const Tick arrived{group.clock, group.arrived};
-  if (holds(Rule::W7) && d_.clocks.order_after(clock, arrived) != Status::ok) {
+  if (holds(Rule::W7) && wait_for(group, clock) != Status::ok) {
     leave(id);
     return Status::driver_failed;
   }
@@ -59,6 +58,22 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     bring_ahead(entry, consumer);
   }
   return Status::ok;
+}
+
+// The consumer waits for the group's copy in; where that may be under way still it is measured.
+Status Weights::wait_for(const WeightGroup& group, StreamClock& clock) {
+  const Tick arrived{group.clock, group.arrived};
+  const bool may_wait = clock.waited(arrived.clock) < arrived.seq &&
+                        !d_.clocks.at(arrived.clock).known_passed(arrived.seq);
+  const driver::Stream consumer = clock.stream();
+  const std::uint32_t pair = may_wait ? d_.stalls.weights_asked(consumer) : StallMeter::kNone;
+  const Status status = d_.clocks.order_after(clock, arrived);
+  if (status == Status::ok) {
+    d_.stalls.weights_there(pair, consumer);
+  } else {
+    d_.stalls.forget(pair);
+  }
+  return status;
 }
 
 // Into memory of the store's. On the lane of what is wanted now, ahead of need too: behind records
@@ -93,6 +108,7 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   group.arrived = arrived.seq;
   home_bytes_ += group.bytes;
   idle_bytes_ += group.holds == 0 ? group.bytes : 0;
+  d_.counters.weights_are(home_bytes_);
   ++counts_.loads;
   counts_.late += ahead ? 0 : 1;
   counts_.loaded_bytes += group.bytes;
@@ -182,6 +198,7 @@ void Weights::put_away(WeightGroup& group) {
   block->keep = false;
   home_bytes_ -= group.bytes;
   idle_bytes_ -= group.bytes;
+  d_.counters.weights_are(home_bytes_);
   ++counts_.dropped;
   if (holds(Rule::W2)) {
     d_.transfers.fence_users(block);

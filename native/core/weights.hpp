@@ -70,6 +70,7 @@ class Weights {
   const char* broken() const;
 
  private:
+  Status wait_for(const WeightGroup& group, StreamClock& clock);
   GroupId leaver(bool small_too);
   bool fits_beside(GroupId id, Bytes high) const;
   bool record_leaves(GroupId id, Bytes* occupied);

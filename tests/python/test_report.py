@@ -17,7 +17,7 @@ from stagehand_alloc.__main__ import main
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-WEIGHTS = {
+WEIGHTS: dict[str, Any] = {
     "weights_bytes": 9 * GIB,
     "weights_home_peak": 6 * GIB,
     "weights_loaded_bytes": 7 * GIB,
