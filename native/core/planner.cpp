@@ -21,6 +21,9 @@ constexpr double kLateShare = 0.125;
 constexpr double kCopyShare = 1.0 / 16;
 // Beside what can be made again a copy costs what it takes of the memory's own bandwidth.
 constexpr double kCopyBesideDrops = 1.0 / 32;
+// Beside weights that stream it costs more: how these take turns with it on the lane, and in which
+// holes, is known less well. Replays of LoRA settle with this; without they go up and down.
+constexpr double kCopyBesideWeights = 1.0 / 8;
 // What fewer bytes would save is mostly not to be had, up to a tenth: holes decide how many leave.
 constexpr double kFewerBytes = 1.5;
 constexpr Bytes kHoles = 10;
@@ -60,7 +63,9 @@ std::vector<double> cheap_kinds(const std::vector<Droppable>& items) {
 
 // Beside what was done before.
 double cost(const KnownStep& step, const Forecast& told, const Forecast& before, bool drops) {
-  const double share = drops ? kCopyBesideDrops : kCopyShare;
+  const double share = !step.idle.empty() && drops ? kCopyBesideWeights
+                       : drops                     ? kCopyBesideDrops
+                                                   : kCopyShare;
   const Bytes fewer = std::min(before.bytes - std::min(before.bytes, told.bytes + told.dropped),
                                before.bytes / kHoles);
   return static_cast<double>(told.late_ns) + static_cast<double>(told.again_ns) +

@@ -92,23 +92,82 @@ struct HeapTensors {
 // and where torch's own cuts the blocks.
 struct HeldTensors {
   using Made = HeldTensor;
-  using Held = SavedTensor;
+  using Alias = HeldTensor;
+  struct Record {
+    SavedTensor saved;
+    std::uint64_t ns = 0;          // of its recipe; 0: none
+    std::shared_ptr<Record> from;  // what that reads
+  };
+  using Held = std::shared_ptr<Record>;
   HeldRig rig{lora_machine()};
+  std::vector<Plan::ToProve> proofs;
 
+  void begin_step() {
+    for (const Plan::ToProve& proof : std::exchange(proofs, {})) {
+      rig.runtime->proved(proof, true);
+    }
+  }
   Made make(Bytes bytes, driver::Stream on) { return {rig.torch.make(bytes, on), bytes, on, 0}; }
   void drop(const Made& made) { rig.drop(made); }
-  void begin_step() {}
-  SavedTensor save(const Made& made, Bytes, driver::Stream on, const Held&, std::uint64_t) {
-    return rig.save(made, on);
+  Held save(const Made& made, Bytes bytes, driver::Stream on, const Held& from, std::uint64_t ns) {
+    const Address first = made.address();
+    core::Made recipe{first, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U, ns != 0};
+    if (ns != 0) {
+      recipe.of[0] = from->saved.record;
+    }
+    FakeTorch::hold(made.storage);
+    rig.note_usage();
+    const Saved saved =
+        rig.runtime->save_held(held_of(made), on, first, first, first + bytes, false, recipe, {});
+    CHECK_EQ(saved.refusal, Refusal::none);
+    if (!saved.took_reference) {
+      rig.torch.drop(made.storage);
+    }
+    rig.runtime->drop_orphans();
+    return std::make_shared<Record>(
+        Record{{saved.record, saved.offset, bytes, 0, saved.refusal}, ns, from});
   }
-  using Alias = HeldTensor;
-  Alias alias(const SavedTensor& saved, driver::Stream on) {
-    const Unpacked found = rig.runtime->unpack(saved.record, saved.offset, on);
-    CHECK_EQ(found.status, Status::ok);
-    return rig.view(found, saved, on);
-  }
+  Alias alias(const Held& held, driver::Stream on) { return unpack(*held, on); }
   void unalias(const Alias& tensor) { rig.drop(tensor); }
-  void end(const SavedTensor& saved) { rig.drop_handle(saved); }
+  void end(const Held& held) { rig.drop_handle(held->saved); }
+
+ private:
+  static HeldStorage held_of(const Made& made) {
+    return {made.storage, made.storage, made.storage->address, made.storage->bytes};
+  }
+  Alias unpack(const Record& record, driver::Stream on) {
+    Runtime& runtime = *rig.runtime;
+    const RecordId id = record.saved.record;
+    rig.note_usage();
+    Unpacked found = runtime.unpack(id, record.saved.offset, on);
+    if (found.status == Status::recompute) {
+      const Made made = again(record, on);
+      bool took = false;
+      FakeTorch::hold(made.storage);
+      CHECK(runtime.refill_held(id, held_of(made), on, &took));
+      if (!took) {
+        rig.torch.drop(made.storage);
+      }
+      rig.drop(made);
+      found = runtime.unpack(id, record.saved.offset, on);
+    }
+    CHECK_EQ(found.status, Status::ok);
+    if (found.proof.trace != 0) {
+      rig.drop(again(record, on));
+      proofs.push_back(found.proof);
+    }
+    return rig.view(found, record.saved, on);
+  }
+  Made again(const Record& record, driver::Stream on) {
+    const RecordId id = record.saved.record;
+    const Alias input = unpack(*record.from, on);
+    rig.runtime->making(id, on);
+    const Made made = make(rig.runtime->bytes_of(id), on);
+    CHECK_EQ(keep_busy(on, record.ns), driver::kSuccess);
+    rig.drop(input);
+    rig.runtime->made(id, on);
+    return made;
+  }
 };
 
 // A recorded step of benchmarks/weights.py (benchmarks/record_trace.py), whose lines of kind e are

@@ -49,20 +49,20 @@ TEST("weights that fit are loaded once, and cost nothing") {
 }
 
 TEST("long sequences on the process allocator: what streams hides behind the step while it can") {
-  holds_to<HeapTensors>(kLong, 12 * kGB, 1.02, 8.5);
-  holds_to<HeapTensors>(kLong, 10 * kGB, 1.10, 9.0);
-  holds_to<HeapTensors>(kLong, 8 * kGB, 1.25, 11.5);
+  holds_to<HeapTensors>(kLong, 12 * kGB, 1.02, 5.5);
+  holds_to<HeapTensors>(kLong, 10 * kGB, 1.07, 8.0);
+  holds_to<HeapTensors>(kLong, 8 * kGB, 1.17, 11.0);
 }
 
 TEST("long sequences in torch's cache: likewise, but holes cost some") {
-  holds_to<HeldTensors>(kLong, 12 * kGB, 1.03, 8.5);
-  holds_to<HeldTensors>(kLong, 10 * kGB, 1.35, 11.5);
-  holds_to<HeldTensors>(kLong, 8 * kGB, 1.70, 14.5);
+  holds_to<HeldTensors>(kLong, 12 * kGB, 1.03, 7.0);
+  holds_to<HeldTensors>(kLong, 10 * kGB, 1.18, 8.0);
+  holds_to<HeldTensors>(kLong, 8 * kGB, 1.45, 11.5);
 }
 
 TEST("short sequences, which the link bounds: hardly more is loaded than must come") {
-  holds_to<HeapTensors>(kShort, 4 * kGB, 2.40, 4.3);
-  holds_to<HeldTensors>(kShort, 4 * kGB, 2.90, 5.2);
+  holds_to<HeapTensors>(kShort, 4 * kGB, 2.30, 4.3);
+  holds_to<HeldTensors>(kShort, 4 * kGB, 2.70, 4.7);
 }
 
 }  // namespace
