@@ -44,6 +44,12 @@ std::shared_ptr<Trace> Plan::likeliest(const Trace& seen, auto may) const {
 
 void Plan::begin_step(Bytes high, Bytes live) {
   high_ = high;
+  std::vector<Trace::WeightUse> held;  // by whoever the last step told of: from its beginning on
+  for (const Trace::WeightUse& use : now_ != nullptr ? now_->seen.weight_uses : held) {
+    if (use.until == KnownRecord::kNever) {
+      held.push_back({use.group, use.bytes, 0});
+    }
+  }
   if (now_ != nullptr && (now_->alive == 0 || !now_->seen.by_use.empty())) {
     end(now_);  // records that outlive it are on their own
   }
@@ -53,6 +59,7 @@ void Plan::begin_step(Bytes high, Bytes live) {
   step.began = uses_;
   step.seen.high = high;
   step.seen.live_before = live;
+  step.seen.weight_uses = std::move(held);
   step.seen.depth = static_cast<std::uint32_t>(std::count_if(
       steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
   step.trace = likeliest(step.seen, [](const Trace&) { return true; });
@@ -254,10 +261,8 @@ void Plan::weights_held(std::uint32_t group, Bytes bytes) {
 }
 
 void Plan::weights_left(std::uint32_t group) {
-  for (Step* step : {now_, using_ != now_ ? using_ : nullptr}) {
-    if (step != nullptr) {
-      step->seen.weights_left(group);
-    }
+  for (Step& step : steps_) {
+    step.seen.weights_left(group);
   }
 }
 

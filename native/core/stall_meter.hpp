@@ -1,8 +1,8 @@
 // How long compute waited for restores and for weights, from device timestamps: an event on the
 // consumer's stream where it begins to wait, one on the lane where the copy ends; of weights one on
-// the consumer's stream where it goes on, since they may come from several copies and makers of
-// room. Read later, when both have passed, so that nothing waits for them. Bounded: past kPairs
-// unread pairs new ones are not measured.
+// the consumer's stream where it goes on: the room for a late one was waited for before. Read
+// later, when both have passed, so that nothing waits for them. Bounded: past kPairs unread pairs
+// new ones are not measured.
 #pragma once
 
 #include <deque>

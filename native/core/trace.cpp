@@ -58,7 +58,7 @@ void Trace::weights_held(std::uint32_t group, Bytes bytes) {
 void Trace::weights_left(std::uint32_t group) {
   const auto last = std::find_if(weight_uses.rbegin(), weight_uses.rend(),
                                  [&](const WeightUse& use) { return use.group == group; });
-  if (last != weight_uses.rend()) {
+  if (last != weight_uses.rend() && last->until == KnownRecord::kNever) {
     last->until = static_cast<std::uint32_t>(full.size() - 1);
   }
 }

@@ -45,11 +45,12 @@ struct Window {
 };
 
 // The run of neighbours that makes a hole of `bytes` at the least cost: a run without victims if
-// there is one, else the one whose soonest-needed victim is needed latest; then the one with fewer
-// victim bytes; then the one whose last copy out was queued first. Oldest first with free
-// neighbours counted (Coop, and IBM's LMS, reclaim contiguous runs for the same reason: freed bytes
-// that do not join are unusable).
-// `copies_first`: where all of its victims leave in any case, the last copy counts before bytes.
+// there is one, else the one whose soonest-needed victim is needed latest; then, where that counts
+// before bytes, the one whose last copy out was queued first; then the one with fewer victim bytes;
+// then the one whose last copy out was queued first. Oldest first with free neighbours counted
+// (Coop, and IBM's LMS, reclaim contiguous runs for the same reason: freed bytes that do not join
+// are unusable). `copies_first`: where all of its victims leave in any case, the last copy counts
+// before bytes.
 Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies_first = false);
 
 }  // namespace stagehand::core

@@ -9,6 +9,39 @@
 
 namespace stagehand::core {
 
+namespace {
+// Taken back also where host memory has run out.
+class Arriving {
+ public:
+  Arriving(Bytes& sum, Bytes bytes) : sum_(sum), bytes_(bytes) { sum_ += bytes_; }
+  ~Arriving() { sum_ -= bytes_; }
+  Arriving(const Arriving&) = delete;
+  Arriving& operator=(const Arriving&) = delete;
+
+ private:
+  Bytes& sum_;
+  const Bytes bytes_;
+};
+}  // namespace
+
+Weights::Holding::Holding(Weights& weights, GroupId id)
+    : weights_(weights), id_(id), generation_(weights.standing_.at(id).generation) {
+  WeightGroup& group = weights_.standing_.at(id_);
+  weights_.idle_bytes_ -= group.may_leave() ? group.bytes : 0;
+  ++group.holds;
+}
+
+Weights::Holding::~Holding() {
+  if (!kept_ && still()) {
+    weights_.leave(id_);
+  }
+}
+
+bool Weights::Holding::still() const {
+  const WeightGroup& group = weights_.standing_.at(id_);
+  return group.alive && group.generation == generation_;
+}
+
 void Weights::leave(GroupId id) {
   WeightGroup& group = standing_.at(id);
   idle_bytes_ += --group.holds == 0 && group.home() ? group.bytes : 0;
@@ -23,30 +56,26 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     return Status::stale;
   }
   WeightGroup& group = standing_.at(id);
-  const std::uint32_t generation = group.generation;
   if (d_.clocks.of(consumer).captured()) {
     return Status::captured;
   }
-  idle_bytes_ -= group.may_leave() ? group.bytes : 0;
   if (group.holds == 0 && kind != UseKind::sampling) {
     d_.plan.weights_held(id, group.bytes);
   }
-  ++group.holds;  // rule W3: from here on it stays
+  Holding holding(*this, id);  // rule W3: from here on it stays
   const Record* newest = d_.ledger.newest();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
   while (!group.home()) {
     const Status status = bring(entry, id, consumer, false);
-    if (!group.alive || group.generation != generation) {
+    if (!holding.still()) {
       return Status::stale;  // the lock was given up; the holds are another group's by now
     }
     if (status != Status::ok) {
-      leave(id);
       return status;
     }
   }
   StreamClock& clock = d_.clocks.of(consumer);
   if (holds(Rule::W7) && wait_for(group, clock) != Status::ok) {
-    leave(id);
     return Status::driver_failed;
   }
   if (&clock != group.block->clock) {
@@ -57,6 +86,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     clock.note_work(group.bytes);  // a fine clock: copies into what leaves can then start early
     bring_ahead(entry, consumer);
   }
+  holding.keep();
   return Status::ok;
 }
 
@@ -83,11 +113,11 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   WeightGroup& group = standing_.at(id);
   const std::uint32_t generation = group.generation;
   Status status = Status::ok;
-  Bytes& arriving = ahead ? arriving_idle_ : arriving_held_;
-  const Bytes bytes = group.bytes;
-  arriving += bytes;
-  Block* block = d_.store->make_weights(entry, bytes, stream, ahead, &status);
-  arriving -= bytes;
+  Block* block = nullptr;
+  {
+    const Arriving arriving(ahead ? arriving_idle_ : arriving_held_, group.bytes);
+    block = d_.store->make_weights(entry, group.bytes, stream, ahead, &status);
+  }
   if (block == nullptr) {
     return status == Status::ok ? Status::out_of_memory : status;
   }
@@ -96,7 +126,12 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
     return Status::ok;
   }
   Tick arrived;
-  status = d_.transfers.copy_in(block, group.host, group.bytes, d_.transfers.in(true), &arrived);
+  try {
+    status = d_.transfers.copy_in(block, group.host, group.bytes, d_.transfers.in(true), &arrived);
+  } catch (...) {
+    d_.books.give_back(block);
+    throw;
+  }
   if (status != Status::ok) {
     d_.books.give_back(block);
     return status;
@@ -303,6 +338,9 @@ const char* Weights::broken() const {
     if (group.holds > 0 && !group.home()) {
       return "W3: a weight group is held and away";
     }
+  }
+  if (arriving_idle_ != 0 || arriving_held_ != 0) {
+    return "W10: weights are said to arrive, and nobody brings any";
   }
   return home == home_bytes_ && idle == idle_bytes_ ? standing_.broken()
                                                     : "W10: the weights at home are miscounted";

@@ -70,6 +70,24 @@ class Weights {
   const char* broken() const;
 
  private:
+  // A hold that ends with it unless it is kept: also where host memory has run out. Not where the
+  // id is another group's by then.
+  class Holding {
+   public:
+    Holding(Weights& weights, GroupId id);
+    ~Holding();
+    Holding(const Holding&) = delete;
+    Holding& operator=(const Holding&) = delete;
+    bool still() const;
+    void keep() { kept_ = true; }
+
+   private:
+    Weights& weights_;
+    const GroupId id_;
+    const std::uint32_t generation_;
+    bool kept_ = false;
+  };
+
   Status wait_for(const WeightGroup& group, StreamClock& clock);
   GroupId leaver(bool small_too);
   bool fits_beside(GroupId id, Bytes high) const;

@@ -71,6 +71,12 @@ def load_config(source: str | Path | Mapping[str, Any]) -> Config:
     settings, around = _block(data, BLOCK_NAME), _block(data, outer.NAME)
     if around is None:
         return Config(**_canonical(_once(data if settings is None else settings)))
+    beside = [key for key in data if _name_of(key) in _BUDGET]
+    if settings is None and outer.NAME in data and beside:
+        raise ConfigError(
+            f'{", ".join(map(str, beside))} beside a "{outer.NAME}" block: which one is the budget?',
+            f'Move them into the "{outer.NAME}" block, or leave that out.',
+        )
     return Config(**_with_outer(_canonical(_once(settings or {})), _once(around)))
 
 
@@ -87,7 +93,13 @@ def _with_outer(inside: dict[str, Any], around: Mapping[str, Any]) -> dict[str, 
     }
     found = taken | inside
     other = [key for key, name in names.items() if found.get(name) != said[name]]
-    rest = {key: around[key] for key in around if key not in names and key != BLOCK_NAME}
+    rest = {
+        key: value
+        for key, value in around.items()
+        if key not in names
+        and key != BLOCK_NAME
+        and not (isinstance(value, Mapping) and BLOCK_NAME in value)
+    }
     outer.warn_of({**dict.fromkeys(other, outer.INSIDE), **outer.without_effect(rest)})
     return found
 

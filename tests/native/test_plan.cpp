@@ -98,6 +98,53 @@ TEST("of a step with weights the plan knows when nobody holds them, from moment 
   CHECK_EQ(idle[0].until, 5);
 }
 
+TEST("a use without gradients later in the step changes nothing of when they were idle") {
+  Plan plan;
+  plan.begin_step(kHigh, 0);
+  plan.weights_held(7, 3_MiB);
+  std::vector<Plan::Place> places{plan.saved(4_MiB)};
+  plan.weights_left(7);  // 1: of a forward with gradients
+  places.push_back(plan.saved(4_MiB));
+  places.push_back(plan.saved(4_MiB));
+  places.push_back(plan.saved(4_MiB));
+  plan.weights_left(7);  // 4: Weights::leave of a use without gradients, of which no `held` is told
+  plan.unpacked(places[3]);
+  plan.unpacked(places[2]);
+  plan.weights_held(7, 3_MiB);  // 6
+  plan.unpacked(places[0]);
+  plan.weights_left(7);
+  plan.begin_step(kHigh, 0);
+  const std::vector<IdleWeights>& idle = plan.newest()->idle;
+  CHECK_EQ(idle.size(), 1);
+  CHECK_EQ(idle[0].from, 2);
+  CHECK_EQ(idle[0].until, 6);
+}
+
+TEST("a step that begins with a save, inside of a block, knows that its weights are held") {
+  Plan plan;
+  plan.begin_step(kHigh, 0);
+  for (int step = 0; step < 3; ++step) {  // one pool around all of them
+    plan.weights_held(7, 3_MiB);
+    std::vector<Plan::Place> places{plan.saved(4_MiB), plan.saved(4_MiB)};
+    plan.weights_left(7);  // 2
+    places.push_back(plan.saved(4_MiB));
+    places.push_back(plan.saved(4_MiB));
+    for (std::size_t i = 4; i-- > 0;) {
+      if (i == 1) {
+        plan.weights_held(7, 3_MiB);  // 6
+      }
+      plan.unpacked(places[i]);
+      plan.closed(places[i]);
+    }
+    plan.weights_left(7);
+  }
+  plan.begin_step(kHigh, 0);
+  const std::vector<IdleWeights>& idle = plan.newest()->idle;
+  CHECK_EQ(idle.size(), 1);
+  CHECK_EQ(idle[0].from, 3);
+  CHECK_EQ(idle[0].until, 6);
+}
+
 TEST("a pass without backward teaches nothing") {
   Plan plan;
   step(plan, {4_MiB, 8_MiB}, {1});

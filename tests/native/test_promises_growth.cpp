@@ -244,6 +244,53 @@ TEST("a save that the host has no memory for leaves the storage with whoever sav
   CHECK(failures < kMost);
 }
 
+// The n-th request of the host fails, for all n: of the plan, of the books, of the copies; for
+// weights at home and away.
+TEST("weights for which the host has no memory at their entry leave the books right") {
+  constexpr int kMost = 60;
+  int failures = 0;
+  for (int at = 1; at < kMost; ++at) {
+    CoreRig rig(counted_machine());
+    const driver::Stream s = rig.stream();
+    std::vector<std::byte> host(4_MiB);
+    CHECK(rig.runtime->pin(host.data(), host.size()));
+    const GroupId groups[] = {rig.runtime->add_weights(2_MiB, host.data()),
+                              rig.runtime->add_weights(2_MiB, host.data() + 2_MiB)};
+    rig.runtime->presume_weights(groups);
+    Address address = 0;
+    const auto enter = [&] {
+      return rig.runtime->enter_weights(groups[0], UseKind::forward, s, &address);
+    };
+    rig.budget(64_MiB, 64_MiB);
+    CHECK_EQ(enter(), Status::ok);  // from here on its memory is mapped
+    rig.runtime->leave_weights(groups[0]);
+    rig.runtime->clear_budget();
+    if (at % 2 == 0) {
+      rig.runtime->drop_weights();
+    }
+    rig.budget(64_MiB, 64_MiB);
+    t_fail_at = (at + 1) / 2;
+    bool held = false;
+    try {
+      held = enter() == Status::ok;
+    } catch (const std::bad_alloc&) {
+    }
+    t_fail_at = 0;
+    failures += held ? 0 : 1;
+    CHECK_EQ(rig.runtime->invariants_broken(), "");
+    if (held) {
+      rig.runtime->leave_weights(groups[0]);
+    }
+    rig.runtime->clear_budget();
+    for (const GroupId group : groups) {
+      rig.runtime->remove_weights(group);
+    }
+    CHECK_EQ(rig.runtime->invariants_broken(), "");
+    rig.driver.host_unregister(host.data());
+  }
+  CHECK(failures > 4);
+}
+
 TEST("what a timeline notes takes no memory of the host: whoever notes is in the middle of it") {
   CoreRig rig(counted_machine());
   rig.budget(64_MiB, 64_MiB);

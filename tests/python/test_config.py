@@ -206,6 +206,17 @@ def test_a_budget_is_of_one_block_alone() -> None:
     assert told_of(around({"high": 22000 << 20}, vram_high_watermark_mb=22000)) == []
 
 
+def test_a_budget_beside_a_stagehand_block_is_refused_and_another_block_in_it_is_no_setting() -> (
+    None
+):
+    with pytest.raises(ConfigError, match='vram_high_watermark_mb, low beside a "stagehand" block'):
+        load_config({"vram_high_watermark_mb": 9000, "low": "7GiB", "stagehand": {"high": "9GiB"}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        within = {"activation": {"activation_stagehand": {"high": "8GiB"}}}
+        assert load_config({"stagehand": within}).high == 8 << 30
+
+
 @pytest.mark.parametrize("key", outer.WITHOUT_EFFECT)
 def test_a_key_of_the_stagehand_block_without_effect_is_named_with_what_is_done_instead(
     key: str,
