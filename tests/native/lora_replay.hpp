@@ -28,16 +28,16 @@ inline Machine lora_machine() {
   return with;
 }
 
-// What a step does with tensors: on the process allocator,
-struct HeapTensors {
-  using Made = Address;
+// What a step does with tensors, and what of that is the same in both stores.
+template <class Rig, class SavedAs>
+struct StoreTensors {
   struct Record {
-    Saved saved;
+    SavedAs saved;
     std::uint64_t ns = 0;          // of its recipe; 0: none
     std::shared_ptr<Record> from;  // what that reads
   };
   using Held = std::shared_ptr<Record>;
-  CoreRig rig{lora_machine()};
+  Rig rig{lora_machine()};
   std::vector<Plan::ToProve> proofs;
 
   void begin_step() {
@@ -45,14 +45,24 @@ struct HeapTensors {
       rig.runtime->proved(proof, true);
     }
   }
+  static core::Made recipe(Address first, Bytes bytes, const Held& from, std::uint64_t ns) {
+    core::Made made{first, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U, ns != 0};
+    if (ns != 0) {
+      made.of[0] = from->saved.record;
+    }
+    return made;
+  }
+};
+
+// On the process allocator,
+struct HeapTensors : StoreTensors<CoreRig, Saved> {
+  using Made = Address;
+
   Made make(Bytes bytes, driver::Stream on) { return rig.allocate(bytes, on); }
   void drop(Made made) { CHECK(rig.runtime->free(made)); }
-  Held save(Made made, Bytes bytes, driver::Stream, Held from, std::uint64_t ns) {
-    core::Made recipe{made, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U, ns != 0};
-    if (ns != 0) {
-      recipe.of[0] = from->saved.record;
-    }
-    const Saved saved = rig.runtime->save(made, made, made + bytes, false, recipe, {});
+  Held save(Made made, Bytes bytes, driver::Stream, const Held& from, std::uint64_t ns) {
+    const Saved saved =
+        rig.runtime->save(made, made, made + bytes, false, recipe(made, bytes, from, ns), {});
     CHECK_EQ(saved.refusal, Refusal::none);
     return std::make_shared<Record>(Record{saved, ns, from});
   }
@@ -90,35 +100,18 @@ struct HeapTensors {
 };
 
 // and where torch's own cuts the blocks.
-struct HeldTensors {
+struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
   using Made = HeldTensor;
   using Alias = HeldTensor;
-  struct Record {
-    SavedTensor saved;
-    std::uint64_t ns = 0;          // of its recipe; 0: none
-    std::shared_ptr<Record> from;  // what that reads
-  };
-  using Held = std::shared_ptr<Record>;
-  HeldRig rig{lora_machine()};
-  std::vector<Plan::ToProve> proofs;
 
-  void begin_step() {
-    for (const Plan::ToProve& proof : std::exchange(proofs, {})) {
-      rig.runtime->proved(proof, true);
-    }
-  }
   Made make(Bytes bytes, driver::Stream on) { return {rig.torch.make(bytes, on), bytes, on, 0}; }
   void drop(const Made& made) { rig.drop(made); }
   Held save(const Made& made, Bytes bytes, driver::Stream on, const Held& from, std::uint64_t ns) {
     const Address first = made.address();
-    core::Made recipe{first, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U, ns != 0};
-    if (ns != 0) {
-      recipe.of[0] = from->saved.record;
-    }
     FakeTorch::hold(made.storage);
     rig.note_usage();
-    const Saved saved =
-        rig.runtime->save_held(held_of(made), on, first, first, first + bytes, false, recipe, {});
+    const Saved saved = rig.runtime->save_held(held_of(made), on, first, first, first + bytes,
+                                               false, recipe(first, bytes, from, ns), {});
     CHECK_EQ(saved.refusal, Refusal::none);
     if (!saved.took_reference) {
       rig.torch.drop(made.storage);
