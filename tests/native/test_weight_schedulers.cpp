@@ -105,7 +105,7 @@ TEST("unequal blocks: slower than what keeps those that compute least for their 
   holds_to(unequal_blocks(kShort), 4 * kGB, {{0, 2}, {4, 2}, {5, 1}}, 1.14);
 }
 
-TEST("in torch's cache: slower than what moves only small blocks, which leave no holes") {
+TEST("in torch's cache: slower than the best of the three, with unequal blocks by much") {
   holds_to<HeldTensors>(equal_blocks(kLong), 12 * kGB, {{0, 2}, {7, 2}, {6, 2}}, 1.02);
   holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.18);
 }
