@@ -94,6 +94,7 @@ class Weights {
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
+  bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
   void put_away(WeightGroup& group);
 
   Device& d_;
