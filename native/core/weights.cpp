@@ -197,11 +197,13 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
     return false;
   }
   const Status status = bring(entry, id, stream, true);
-  return status == Status::ok || (status == Status::out_of_memory && bring_instead(entry, id, stream));
+  return status == Status::ok ||
+         (status == Status::out_of_memory && bring_instead(entry, id, stream));
 }
 
-// There is room, but in no one place. What is used next has it where a group lies that is used later:
-// that one would leave for it all the same once its block is reached, and its copy begin only then.
+// There is room, but in no one place. What is used next has it where a group lies that is used
+// later: that one would leave for it all the same once its block is reached, and its copy begin
+// only then.
 bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
   const UseOrder& order = standing_.order();
   const GroupId last = standing_.farthest();

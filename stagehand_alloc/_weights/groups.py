@@ -220,7 +220,9 @@ def _hooks(group: Group) -> tuple[Any, Any]:
     def enter(module: nn.Module, inputs: Any) -> None:
         group.enter()
         for tensor in _tensors(inputs):
-            if tensor.grad_fn is not None:  # a leaf may outlive many steps, and would keep all hooks
+            if (
+                tensor.grad_fn is not None
+            ):  # a leaf may outlive many steps, and would keep all hooks
                 _tell_of_end(tensor, group.native)
                 break
 
