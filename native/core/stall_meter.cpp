@@ -29,25 +29,31 @@ std::uint32_t StallMeter::spare() {
   return spare_.back();
 }
 
-std::uint32_t StallMeter::copied(driver::Stream lane, std::uint32_t count) {
+// A pair whose first event is recorded; kNone where there is none.
+std::uint32_t StallMeter::begin(driver::Event Pair::* first, driver::Stream stream) {
   const std::uint32_t index = spare();
-  if (index == kNone || gate_->event_record(pairs_[index].copied, lane) != driver::kSuccess) {
+  if (index == kNone || gate_->event_record(pairs_[index].*first, stream) != driver::kSuccess) {
     return kNone;
   }
   spare_.pop_back();
-  pairs_[index].weights = false;
-  pairs_[index].count = count;
+  return index;
+}
+
+std::uint32_t StallMeter::copied(driver::Stream lane, std::uint32_t count) {
+  const std::uint32_t index = begin(&Pair::copied, lane);
+  if (index != kNone) {
+    pairs_[index].weights = false;
+    pairs_[index].count = count;
+  }
   return index;
 }
 
 std::uint32_t StallMeter::weights_asked(driver::Stream consumer) {
-  const std::uint32_t index = spare();
-  if (index == kNone || gate_->event_record(pairs_[index].asked, consumer) != driver::kSuccess) {
-    return kNone;
+  const std::uint32_t index = begin(&Pair::asked, consumer);
+  if (index != kNone) {
+    pairs_[index].weights = true;
+    pairs_[index].prefetched = false;
   }
-  spare_.pop_back();
-  pairs_[index].weights = true;
-  pairs_[index].prefetched = false;
   return index;
 }
 

@@ -33,7 +33,6 @@ class StallMeter {
   void collect();
 
  private:
-  std::uint32_t spare();
   static constexpr std::size_t kPairs = 512;
   struct Pair {
     driver::Event copied = nullptr;
@@ -42,6 +41,8 @@ class StallMeter {
     bool weights = false;
     std::uint32_t count = 1;
   };
+  std::uint32_t spare();
+  std::uint32_t begin(driver::Event Pair::* first, driver::Stream stream);
 
   Gate& gate_;
   Counters& counters_;

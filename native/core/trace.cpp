@@ -43,12 +43,17 @@ Bytes Trace::memory() const {
          idle.capacity() * sizeof(IdleWeights);
 }
 
+Trace::WeightUse* Trace::newest_use(std::uint32_t group) {
+  const auto last = std::find_if(weight_uses.rbegin(), weight_uses.rend(),
+                                 [&](const WeightUse& use) { return use.group == group; });
+  return last != weight_uses.rend() ? &*last : nullptr;
+}
+
 // One that was left in the same moment, or the one before, was held all along.
 void Trace::weights_held(std::uint32_t group, Bytes bytes) {
   const auto now = static_cast<std::uint32_t>(full.size() - 1);
-  const auto last = std::find_if(weight_uses.rbegin(), weight_uses.rend(),
-                                 [&](const WeightUse& use) { return use.group == group; });
-  if (last != weight_uses.rend() && last->until + 1 >= now) {
+  WeightUse* const last = newest_use(group);
+  if (last != nullptr && last->until + 1 >= now) {
     last->until = KnownRecord::kNever;
   } else {
     weight_uses.push_back({group, bytes, now});
@@ -56,9 +61,8 @@ void Trace::weights_held(std::uint32_t group, Bytes bytes) {
 }
 
 void Trace::weights_left(std::uint32_t group) {
-  const auto last = std::find_if(weight_uses.rbegin(), weight_uses.rend(),
-                                 [&](const WeightUse& use) { return use.group == group; });
-  if (last != weight_uses.rend() && last->until == KnownRecord::kNever) {
+  WeightUse* const last = newest_use(group);
+  if (last != nullptr && last->until == KnownRecord::kNever) {
     last->until = static_cast<std::uint32_t>(full.size() - 1);
   }
 }

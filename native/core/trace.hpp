@@ -102,6 +102,7 @@ struct Trace {
   std::vector<IdleWeights> idle;
   void weights_held(std::uint32_t group, Bytes bytes);
   void weights_left(std::uint32_t group);
+  WeightUse* newest_use(std::uint32_t group);  // null without any
   void find_idle();
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};

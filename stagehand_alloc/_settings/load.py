@@ -73,8 +73,9 @@ def load_config(source: str | Path | Mapping[str, Any]) -> Config:
         return Config(**_canonical(_once(data if settings is None else settings)))
     beside = [key for key in data if _name_of(key) in _BUDGET]
     if settings is None and outer.NAME in data and beside:
+        names = ", ".join(map(str, beside))
         raise ConfigError(
-            f'{", ".join(map(str, beside))} beside a "{outer.NAME}" block: which one is the budget?',
+            f'{names} beside a "{outer.NAME}" block: which one is the budget?',
             f'Move them into the "{outer.NAME}" block, or leave that out.',
         )
     return Config(**_with_outer(_canonical(_once(settings or {})), _once(around)))
