@@ -94,8 +94,8 @@ def offload(
             "offload(model, trained=True).",
         )
     _check_not_offloaded(weights)
-    index = _start(_one_gpu(_blocks.devices_of(model), device))
-    _check_host(weights, _target(index))
+    index = start(one_gpu(_blocks.devices_of(model), device))
+    _check_host(weights, target_of(index))
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         warn(
             "stagehand_alloc: offload() was given a compiled model: one program reads all blocks, "
@@ -136,7 +136,7 @@ def _check_not_offloaded(weights: dict[str, list[_blocks.Weight]]) -> None:
             )
 
 
-def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
+def one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
     """Where a model goes that is on ``devices`` now. Raises OffloadError for several GPUs."""
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) > 1:
@@ -148,7 +148,7 @@ def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
     return next(iter(gpus), None) if asked is None else asked
 
 
-def _start(device: DeviceLike) -> int:
+def start(device: DeviceLike) -> int:
     """The device, with the engine reached the way pools will. Raises OffloadError, ModeError."""
     _storage.load()
     if _install.is_simulated():
@@ -173,7 +173,14 @@ def _start(device: DeviceLike) -> int:
     return index
 
 
-def _target(index: int) -> torch.device:
+def node_of(index: int) -> int:
+    """The NUMA node that is next to the device; -1: nobody knows."""
+    nodes = [] if _install.is_simulated() else _driver.numa_nodes()
+    return nodes[index] if index < len(nodes) else -1
+
+
+def target_of(index: int) -> torch.device:
+    """Where its tensors are."""
     import torch
 
     return torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
@@ -206,10 +213,8 @@ def _check_host(weights: dict[str, list[_blocks.Weight]], target: torch.device) 
 def _move(
     model: nn.Module, weights: dict[str, list[_blocks.Weight]], index: int, trained: bool
 ) -> None:
-    nodes = [] if _install.is_simulated() else _driver.numa_nodes()
-    node = nodes[index] if index < len(nodes) else -1
     try:
-        made = move(model, weights, index, node, _target(index), trained)
+        made = move(model, weights, index, node_of(index), target_of(index), trained)
     except ValueError as error:
         if "no host memory" not in str(error):
             raise

@@ -66,14 +66,19 @@ def host_copies(group: Group) -> dict[int, Tensor]:
 
     They share the host copy's memory, and keep it.
     """
+    return copies_of(group.native, group.storages)
+
+
+def copies_of(native: Any, storages: list[int]) -> dict[int, Tensor]:
+    """The same of a native group."""
     import ctypes
 
     import torch
 
     copies = {}
-    for storage, (address, size) in zip(group.storages, group.native.host(), strict=True):
+    for storage, (address, size) in zip(storages, native.host(), strict=True):
         memory = (ctypes.c_char * size).from_address(address)
-        memory._group = group.native  # type: ignore[attr-defined]
+        memory._group = native  # type: ignore[attr-defined]
         copies[storage] = torch.frombuffer(memory, dtype=torch.uint8)
     return copies
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import SizeError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 _watched: list[Any] = []  # handles of torch's hooks, for good
+# Optimizers whose step runs in chunks, with those: it holds what it needs itself.
+chunked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def watch() -> None:
@@ -81,7 +84,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[Group]:
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     end_cut_short()
-    groups = groups_of(optimizer)
+    groups = [] if optimizer in chunked else groups_of(optimizer)
     if groups:
         _check_fits(optimizer, groups)
         _Step(optimizer, groups)

@@ -219,7 +219,7 @@ def test_tensor_subclasses_leave_with_all_their_storages() -> None:
 def test_tensor_subclasses_on_the_cpu_are_as_before_where_the_host_refuses_to_pin(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+    monkeypatch.setattr(_offload, "target_of", lambda index: torch.device("cpu", index))
     make = functools.partial(Model, block=HalvedBlock)
     model = build(make)
     weight = model.layers[0].up.weight
