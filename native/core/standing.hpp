@@ -18,16 +18,16 @@ struct Block;
 struct WeightGroup {
   std::uint32_t generation = 0;  // of the groups that had this id
   Bytes bytes = 0;
-  std::byte* host = nullptr;  // the host copy: the same bytes, but
-  Bytes dirty = 0;            // for so many of the first ones, which changed at home since
-  Block* block = nullptr;     // its memory on the device; null: it is away
-  std::uint32_t clock = 0;    // the copy in that filled it: of which clock,
-  Seq arrived = 0;            // and its event there
+  std::byte* host = nullptr;    // the host copy: the same bytes, but
+  Bytes dirty = 0;              // for so many of the first ones, which changed at home since
+  Block* block = nullptr;       // its memory on the device; null: it is away
+  std::uint32_t clock = 0;      // the copy in that filled it: of which clock,
+  Seq arrived = 0;              // and its event there
   std::uint32_t out_clock = 0;  // the newest copy out: the same
   Seq written = 0;
   std::uint32_t holds = 0;
   bool alive = false;
-  bool refused = false;  // its copy out was; it does not leave until `forgive`
+  bool refused = false;           // its copy out was; it does not leave until `forgive`
   std::array<Bytes, 3> beside{};  // most that was live beside all weights in its last uses, by kind
 
   bool home() const { return block != nullptr; }

@@ -351,8 +351,7 @@ void WeightGroup::written(Bytes bytes) {
     return;
   }
   ++writes_;
-  if (open_ == 0 ||
-      runtime().wrote_weights(id_, bytes, current_stream(place_)) != Status::ok) {
+  if (open_ == 0 || runtime().wrote_weights(id_, bytes, current_stream(place_)) != Status::ok) {
     throw std::runtime_error("stagehand_alloc: internal error: weights that are away were written");
   }
 }

@@ -1,6 +1,6 @@
-// Weight groups as Python and the hooks see them: the storages of one block's parameters, or of what
-// an optimizer keeps of some, which are open while somebody holds the group and sealed at all other
-// times.
+// Weight groups as Python and the hooks see them: the storages of one block's parameters, or of
+// what an optimizer keeps of some, which are open while somebody holds the group and sealed at all
+// other times.
 //
 // Storages are opened and sealed with the GIL only, by whoever comes first and goes last. What the
 // engine does with the memory in between touches no storage.
@@ -53,8 +53,8 @@ class WeightGroup {
   // What this thread still holds for backwards, or for who looks at a node outside of any.
   static void end_here();
 
-  // What this thread's stream does so far writes to what is trained: it goes to the host copy before
-  // the group leaves. While it is held.
+  // What this thread's stream does so far writes to what is trained: it goes to the host copy
+  // before the group leaves. While it is held.
   void wrote();
   // The same of all its tensors, and waits until the host copy has them.
   void write_back();

@@ -49,8 +49,8 @@ def end_cut_short() -> None:
     """End what was begun and is over: forwards of this thread, loads, and steps of optimizers.
 
     An exception out of `load_state_dict` tells no hook, and neither does one out of a step, or a
-    KeyboardInterrupt out of a forward. Such a forward has no call on the stack; such a load, none on
-    any thread's; such a step, none on its own.
+    KeyboardInterrupt out of a forward. Such a forward has no call on the stack; such a load, none
+    on any thread's; such a step, none on its own.
     """
     if registry.loading and not _load_runs():
         with contextlib.ExitStack() as all_of_them:
@@ -211,7 +211,10 @@ class Group:
         if (block := self.block()) is not None:
             for how in _COPIES:
                 vars(block).pop(how, None)
-        self._parameters, self._trained = [], []  # torch.utils.swap_tensors wants no weak references to them
+        self._parameters, self._trained = (
+            [],
+            [],
+        )  # torch.utils.swap_tensors wants no weak references to them
 
     def _writes(self) -> tuple[int, list[bool]]:
         """What shows that weights were written to: versions, and which of PEFT's layers are merged,

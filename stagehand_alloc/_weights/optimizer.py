@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._extension import native
+from stagehand_alloc._settings.host_memory import available_host_bytes
 from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._tell import warn
 from stagehand_alloc._weights import offload as _offload
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 # Each computes a parameter from that parameter, its gradient and what is kept of it alone.
-_KNOWN = (
-    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
-).split()
+_KNOWN = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD"
 _CHUNK = 64 << 20  # bytes of parameters that are in no offloaded block
 
 
@@ -41,8 +40,8 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
 
     Its `step` goes from one chunk of parameters to the next, a chunk being those of one offloaded
     block: their weights and what is kept of them come to the GPU, the optimizer's own step runs for
-    them, and the next chunk comes meanwhile. Parameters and state are those of the optimizer without
-    it, bit by bit. Parameters that are in no offloaded block are chunks as well.
+    them, and the next chunk comes meanwhile. Parameters and state are those of the optimizer
+    without it, bit by bit. Parameters that are in no offloaded block are chunks as well.
 
     `state_dict()` has copies in plain host memory, and `load_state_dict()` loads chunk by chunk.
     `zero_grad`, schedulers, `clip_grad_norm_`, GradScaler and hooks of the optimizer are as ever;
@@ -52,8 +51,8 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
     The host copies are pinned, and stay until the optimizer goes. Where the host has no memory for
     them, what is kept stays on the GPU, with a warning.
 
-    Raises OffloadError for optimizers that compute one parameter from others, such as LBFGS, or that
-    nothing is known of; `step(closure)` does so, too. Raises SizeError from `step` where one chunk
+    Raises OffloadError for optimizers that compute one parameter from others, such as LBFGS, or
+    that nothing is known of; `step(closure)` does so, too. `step` raises SizeError where one chunk
     is more than the last pool's ``high``. Called again for the same optimizer it does nothing.
     """
     import torch
@@ -70,8 +69,9 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     index = _offload.start(_offload.one_gpu(devices, None))
     if devices != {_offload.target_of(index)}:
+        places = ", ".join(sorted(map(str, devices)))
         raise OffloadError(
-            f"The parameters of {type(optimizer).__name__} are on {', '.join(sorted(map(str, devices)))}.",
+            f"The parameters of {type(optimizer).__name__} are on {places}.",
             "Put the model on the GPU first: offload(model) does.",
         )
     steps = _Chunks(index)
@@ -88,11 +88,11 @@ def _check_known(optimizer: torch.optim.Optimizer) -> None:
     import torch
 
     kind = type(optimizer)
-    if kind not in {getattr(torch.optim, name, None) for name in _KNOWN}:
+    if kind not in {getattr(torch.optim, name, None) for name in _KNOWN.split()}:
         raise OffloadError(
             f"{kind.__name__} may compute one parameter from others, so its step cannot run in "
             "chunks.",
-            f"Known are those of torch.optim: {', '.join(_KNOWN)}.",
+            f"Known are those of torch.optim: {', '.join(_KNOWN.split())}.",
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OffloadError(
@@ -155,6 +155,7 @@ class _Chunks:
         self._index = index
         self._node = _offload.node_of(index)
         self._known: set[int] = set()  # ids of parameters that are in a chunk
+        self._host_is_full = False
         self._loading: tuple[dict[Any, Any], list[Any]] | None = None
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
@@ -223,13 +224,13 @@ class _Chunks:
     def _check_fits(
         self, optimizer: torch.optim.Optimizer, chunk: _Chunk, groups: list[Group]
     ) -> None:
-        """Raise SizeError where the chunk is more than the last pool's ``high``, before any step."""
+        """Raise SizeError where the chunk is more than the last pool's ``high``."""
         high = registry.high.get(self._index)
         wanted = sum(group.bytes for group in groups) + sum(k.native.bytes for k in chunk.kept)
         if high is not None and wanted > high:
             raise SizeError(
-                f"A chunk of {type(optimizer).__name__}'s step is {format_bytes(wanted)} of weights "
-                f"and state, needed at once, and high is {format_bytes(high)}.",
+                f"A chunk of {type(optimizer).__name__}'s step is {format_bytes(wanted)} of "
+                f"weights and state, needed at once, and high is {format_bytes(high)}.",
                 "Raise high, or offload smaller blocks: offload(model, blocks=...).",
             )
 
@@ -239,19 +240,23 @@ class _Chunks:
         chunk.kept = [kept for kept in chunk.kept if not there.keys().isdisjoint(kept.storages)]
         known = {storage for kept in chunk.kept for storage in kept.storages}
         new = {storage: one for storage, one in there.items() if storage not in known}
-        if not new:
+        if not new or self._host_is_full:
             return
         texts = [_text(key) for key, _ in new.values()]
         tensors = [tensor for _, tensor in new.values()]
+        wanted = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         try:
+            if wanted > available_host_bytes():
+                raise ValueError("no host memory")
             group = native.WeightGroup(self._index, tensors, texts, self._node, len(tensors))
         except ValueError as error:
             if "no host memory" not in str(error):
                 raise
+            self._host_is_full = True
             warn(
-                f"stagehand_alloc: the host has no memory to pin for {len(tensors)} tensors that "
-                f"{type(optimizer).__name__} keeps: they stay on the GPU.\n"
-                "Raise the limit of locked memory (ulimit -l), or free host memory."
+                f"stagehand_alloc: the host has no {format_bytes(wanted)} to pin for what "
+                f"{type(optimizer).__name__} keeps of a chunk: this one and the next stay on the "
+                "GPU.\nRaise the limit of locked memory (ulimit -l), or free host memory."
             )
             return
         chunk.kept.append(_Kept(group, list(new)))
@@ -310,7 +315,9 @@ class _Chunks:
         self.find(optimizer)
         groups = optimizer.param_groups
         saved = iter(ids)
-        numbered = [{**g, "params": list(itertools.islice(saved, len(g["params"])))} for g in groups]
+        numbered = [
+            {**g, "params": list(itertools.islice(saved, len(g["params"])))} for g in groups
+        ]
         parameters = [p for group in groups for p in group["params"]]
         number_of = {id(p): number for p, number in zip(parameters, ids, strict=True)}
         for number, value in state.items():

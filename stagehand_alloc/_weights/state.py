@@ -78,7 +78,7 @@ def copies_of(native: Any, storages: list[int]) -> dict[int, Tensor]:
     copies = {}
     for storage, (address, size) in zip(storages, native.host(), strict=True):
         memory = (ctypes.c_char * size).from_address(address)
-        memory._group = native  # type: ignore[attr-defined]
+        memory._group = native
         copies[storage] = torch.frombuffer(memory, dtype=torch.uint8)
     return copies
 

@@ -229,7 +229,8 @@ void prove(Rule rule, Scenario scenario) {
     const Planted planted(rule);
     scenario(rig);
     stagehand_sim_drain();
-    const bool seen = stagehand_sim_hazards(STAGEHAND_SIM_ALL) > 0 || stagehand_sim_mismatches() > 0;
+    const bool seen =
+        stagehand_sim_hazards(STAGEHAND_SIM_ALL) > 0 || stagehand_sim_mismatches() > 0;
     found += seen ? 1 : 0;
   }
   CHECK(found >= kSeeds * 9 / 10);

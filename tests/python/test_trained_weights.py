@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from lora import DEVICE, MIB, WIDTH, Model, build, tokens, watched
+from lora import DEVICE, MIB, Model, build, tokens, watched
 from torch import Tensor, nn
 from training import digest, gradients, leaves_nothing
 
@@ -166,7 +165,9 @@ def test_weights_that_do_not_fit_the_step_are_an_error_with_numbers() -> None:
         loss = model(tokens(0))
     loss.backward()
     before = {name: digest(tensor) for name, tensor in model.state_dict().items()}
-    with pytest.raises(stagehand_alloc.SizeError, match=r"8 blocks of 4\.\d+ MiB, and high is 3\.00"):
+    with pytest.raises(
+        stagehand_alloc.SizeError, match=r"8 blocks of 4\.\d+ MiB, and high is 3\.00"
+    ):
         adamw(model).step()
     assert {name: digest(tensor) for name, tensor in model.state_dict().items()} == before
 
@@ -320,7 +321,8 @@ def again(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except RuntimeError as error:
-        assert "stagehand_alloc: the CUDA driver failed" in str(error)
+        if "stagehand_alloc: the CUDA driver failed" not in str(error):
+            raise
         return call()
 
 
@@ -421,6 +423,29 @@ def test_accumulated_clipped_and_scheduled_steps_are_plain_torchs() -> None:
     model = offloaded()
     pool = stagehand_alloc.pool(high=14 * MIB)
     assert scheduled(model, pool, in_chunks(model)) == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_of_a_grad_scaler_are_plain_torchs(fused: bool) -> None:
+    def scaled(model: Any, pool: Any, optimizer: torch.optim.Optimizer) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(4):
+            with pool or contextlib.nullcontext():
+                loss = model(tokens(step))
+            scaler.scale(loss).backward()
+            if step == 1:
+                model.layers[3].down.weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        weights = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+        return [weights, state_of(optimizer), scaler.get_scale()]
+
+    make = chosen(torch.optim.AdamW, fused=fused, foreach=not fused)
+    other = build(full)
+    expected = scaled(other, None, make(other))
+    model = offloaded()
+    assert scaled(model, stagehand_alloc.pool(high=14 * MIB), in_chunks(model, make)) == expected
 
 
 def test_a_scheduler_that_came_first_still_sees_the_steps(recwarn: Any) -> None:
@@ -562,7 +587,7 @@ def test_host_memory_that_cannot_be_pinned_leaves_the_state_on_the_gpu(gpu: Any)
     model = offloaded()
     optimizer = in_chunks(model)
     gpu.fail("cuMemHostRegister", nth=3, times=2)
-    with pytest.warns(stagehand_alloc.StagehandWarning, match="no memory to pin"):
+    with pytest.warns(stagehand_alloc.StagehandWarning, match="to pin for what AdamW keeps"):
         assert run(model, None, optimizer) == expected
 
 
@@ -614,7 +639,9 @@ def test_optimizers_that_cannot_step_in_chunks_are_refused() -> None:
         stagehand_alloc.offload_optimizer(
             torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
         )
-    with pytest.raises(stagehand_alloc.OffloadError, match=r"given a Linear, which is no torch\.optim"):
+    with pytest.raises(
+        stagehand_alloc.OffloadError, match=r"given a Linear, which is no torch\.optim"
+    ):
         stagehand_alloc.offload_optimizer(nn.Linear(1, 1))  # type: ignore[type-var]
     chunks = stagehand_alloc.offload_optimizer(adamw(model))
     assert stagehand_alloc.offload_optimizer(chunks) is chunks
