@@ -18,6 +18,7 @@ from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._weights.blocks import Weight, storage_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
@@ -322,6 +323,9 @@ class Registry:
         self.loading: set[Group] = set()  # that a load_state_dict is inside of, on any thread
         self.stepping: list[Step] = []  # of optimizers, on any thread
         self.high: dict[int, int] = {}  # by device, of the last pool
+        self.watched: list[Any] = []  # torch's hooks around every optimizer's step, for good
+        # Optimizers whose step runs in chunks: it holds what it needs itself.
+        self.chunked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, device: int, group: Group) -> None:
         """A block is offloaded: each module in it is of that group."""

@@ -19,7 +19,7 @@ from stagehand_alloc._weights import offload as _offload
 from stagehand_alloc._weights.blocks import storage_of
 from stagehand_alloc._weights.groups import SAMPLING, Group, end_cut_short, registry
 from stagehand_alloc._weights.state import copies_of, on_host
-from stagehand_alloc._weights.steps import chunked, leave_written, watch
+from stagehand_alloc._weights.steps import leave_written, watch
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
             "torch.optim.Optimizer.",
             "Give it the optimizer itself; one that is wrapped is often its `.optimizer`.",
         )
-    if optimizer in chunked:
+    if optimizer in registry.chunked:
         return optimizer
     _check_known(optimizer)
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
@@ -75,7 +75,7 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
             "Put the model on the GPU first: offload(model) does.",
         )
     steps = _Chunks(index)
-    chunked[optimizer] = steps
+    registry.chunked.add(optimizer)
     _install(optimizer, steps)
     watch()
     steps.find(optimizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import SizeError
@@ -15,18 +14,14 @@ from stagehand_alloc._weights.groups import SAMPLING, Group, end_cut_short, outw
 if TYPE_CHECKING:
     import torch
 
-_watched: list[Any] = []  # handles of torch's hooks, for good
-# Optimizers whose step runs in chunks, with those: it holds what it needs itself.
-chunked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-
 
 def watch() -> None:
     """From here on every optimizer's step finds its weights at home."""
     from torch.optim import optimizer
 
-    if not _watched:
-        _watched.append(optimizer.register_optimizer_step_pre_hook(_begin))
-        _watched.append(optimizer.register_optimizer_step_post_hook(_end))
+    if not registry.watched:
+        registry.watched.append(optimizer.register_optimizer_step_pre_hook(_begin))
+        registry.watched.append(optimizer.register_optimizer_step_post_hook(_end))
 
 
 class _Step:
@@ -84,7 +79,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[Group]:
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     end_cut_short()
-    groups = [] if optimizer in chunked else groups_of(optimizer)
+    groups = [] if optimizer in registry.chunked else groups_of(optimizer)
     if groups:
         _check_fits(optimizer, groups)
         _Step(optimizer, groups)

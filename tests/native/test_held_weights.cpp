@@ -140,7 +140,7 @@ TEST(
     "W4: in torch's cache too what an optimizer wrote comes back, and without its copy it is "
     "found") {
   std::uint64_t found = 0;
-  for (const Rule rule : {Rule::none, Rule::W4, Rule::S4}) {
+  for (const Rule rule : {Rule::none, Rule::W4}) {
     for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
       Machine with = kMachine;
       with.seed = seed;
@@ -169,7 +169,7 @@ TEST(
       found += seen && rule != Rule::none ? 1 : 0;
     }
   }
-  CHECK(found >= 2 * kSeeds * 9 / 10);
+  CHECK_EQ(found, kSeeds);
 }
 
 TEST("what fits is loaded once") {

@@ -275,7 +275,7 @@ def test_a_trained_weight_cannot_be_touched_outside_of_its_block() -> None:
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuEventRecord", "cuStreamWaitEvent"])
 def test_copies_out_that_the_driver_refuses_are_made_the_next_time(gpu: Any, call: str) -> None:
     expected = run(build(full), steps=3)
-    for nth in range(1, 9):
+    for nth in (1, 3, 6):
         model = offloaded()
         optimizer = adamw(model)
 
@@ -388,25 +388,40 @@ def in_chunks(model: Any, make: Make = adamw) -> torch.optim.Optimizer:
 @every_optimizer
 def test_a_step_in_chunks_is_plain_torchs(make: Make) -> None:
     other = build(full)
-    expected = run(other, None, make(other))
+    expected = run(other, None, make(other), steps=3)
     with leaves_nothing():
         model = offloaded()
         optimizer = in_chunks(model, make)
-        assert run(model, stagehand_alloc.pool(high=14 * MIB), optimizer) == expected
+        assert run(model, stagehand_alloc.pool(high=14 * MIB), optimizer, steps=3) == expected
         _native.drop_weights(DEVICE)
         del model, optimizer
         gc.collect()
 
 
 def test_weights_and_state_that_fit_together_nowhere_are_trained() -> None:
-    expected = run(build(full))
+    other = build(full)
+    expected = forwards_and_steps(other, None, adamw(other))
+    model = offloaded()
+    optimizer = in_chunks(model)
+    high = 11 * MIB  # gradients 4 MiB, weights 4, state 8; and activations
     with watched() as seen:
-        model = offloaded()
-        optimizer = in_chunks(model)
-        high = 11 * MIB  # gradients 4 MiB; weights 4, state 8
-        assert run(model, stagehand_alloc.pool(high=high), optimizer) == expected
-        del model, optimizer
+        assert forwards_and_steps(model, stagehand_alloc.pool(high=high), optimizer) == expected
+    assert seen.overshoot == 0
+    assert seen.mapped_peak <= high
+    assert seen.host_waits == 0
     assert seen.weights["loads"] > 0
+
+
+def forwards_and_steps(model: Any, pool: Any, optimizer: torch.optim.Optimizer) -> list[str]:
+    found = []
+    for step in range(4):
+        with pool or contextlib.nullcontext():
+            loss = model(tokens(step))
+        loss.backward()
+        found.append(digest(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def test_accumulated_clipped_and_scheduled_steps_are_plain_torchs() -> None:
@@ -559,7 +574,7 @@ def test_a_driver_that_refuses_in_a_step_loses_nothing(gpu: Any, call: str) -> N
     plain = adamw(other)
     expected = run(other, None, plain, steps=2)
     then = run(other, None, plain, steps=1)
-    for nth in (1, 2, 3, 5, 8, 13):
+    for nth in (1, 3, 8):
         model = offloaded()
         optimizer = in_chunks(model)
         assert run(model, None, optimizer, steps=2) == expected
@@ -586,7 +601,7 @@ def test_host_memory_that_cannot_be_pinned_leaves_the_state_on_the_gpu(gpu: Any)
     expected = run(build(full))
     model = offloaded()
     optimizer = in_chunks(model)
-    gpu.fail("cuMemHostRegister", nth=3, times=2)
+    gpu.fail("cuMemHostRegister", nth=3, times=1)
     with pytest.warns(stagehand_alloc.StagehandWarning, match="to pin for what AdamW keeps"):
         assert run(model, None, optimizer) == expected
 
