@@ -368,8 +368,12 @@ Bytes Weights::would_give(bool small_too) {
 Bytes Weights::make_way(bool small_too, bool last) {
   const auto next = [&] { return last ? standing_.farthest() : leaver(small_too); };
   for (GroupId id = standing_.empty() ? kNoGroup : next(); id != kNoGroup; id = next()) {
-    if (put_away(standing_.at(id))) {
-      return standing_.at(id).bytes;
+    WeightGroup& group = standing_.at(id);
+    StreamClock& clock = *group.block->clock;
+    if (put_away(group)) {
+      // As for a record that leaves for a request: then its memory can join its neighbours.
+      d_.clocks.order_after(clock, {group.out_clock, group.written});  // or later: it is fenced
+      return group.bytes;
     }
   }
   return 0;
