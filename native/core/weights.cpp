@@ -45,9 +45,6 @@ bool Weights::Holding::still() const {
 void Weights::leave(GroupId id) {
   WeightGroup& group = standing_.at(id);
   idle_bytes_ += --group.holds == 0 && group.home() ? group.bytes : 0;
-  if (group.may_leave()) {
-    group.block->idle_from = group.block->clock->upcoming();
-  }
   if (group.holds == 0) {
     d_.plan.weights_left(id);
   }
@@ -270,9 +267,7 @@ bool Weights::put_away(WeightGroup& group) {
 // tick (S2), and so has the group, for its next copy in. Refused half-way the group stays dirty.
 Status Weights::write_back(WeightGroup& group) {
   Block* block = group.block;
-  if (group.holds > 0) {
-    block->idle_from = block->clock->upcoming();
-  }
+  block->idle_from = block->clock->upcoming();
   Tick written;
   const Status status = d_.transfers.copy_out(block, group.host, group.dirty, &written);
   if (written.seq != 0) {
