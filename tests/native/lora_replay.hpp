@@ -10,21 +10,24 @@
 #include <vector>
 
 #include "native/held_rig.hpp"
-#include "native/trace.hpp"
+#include "native/lora_model.hpp"
+#include "native/one_link.hpp"
 
 namespace stagehand::core::test {
 
 struct LoraStep {
   double ms = 0;
   std::uint64_t loads = 0;
-  Bytes in = 0;  // to the GPU, of both kinds
-  Bytes over = 0;
+  Bytes in = 0;    // to the GPU, of both kinds
+  Bytes over = 0;  // `high`, at most
 };
 
-inline Machine lora_machine() {
+// `patch`: charge_copies, whose copies share no link, or on_one_link.
+inline Machine lora_machine(void (*patch)(driver::Table&) = charge_copies) {
   Machine with = trace_machine();
   with.host_limit = 32_GiB;
   with.classes = {{8_MiB, 32_MiB, 64_MiB, 256_MiB}, {64, 64, 256, 64}};
+  with.patch = patch;
   return with;
 }
 
@@ -37,8 +40,10 @@ struct StoreTensors {
     std::shared_ptr<Record> from;  // what that reads
   };
   using Held = std::shared_ptr<Record>;
-  Rig rig{lora_machine()};
+  Rig rig;
   std::vector<Plan::ToProve> proofs;
+
+  explicit StoreTensors(const Machine& machine) : rig(machine) {}
 
   void begin_step() {
     for (const Plan::ToProve& proof : std::exchange(proofs, {})) {
@@ -57,6 +62,7 @@ struct StoreTensors {
 // On the process allocator,
 struct HeapTensors : StoreTensors<CoreRig, Saved> {
   using Made = Address;
+  using StoreTensors::StoreTensors;
 
   Made make(Bytes bytes, driver::Stream on) { return rig.allocate(bytes, on); }
   void drop(Made made) { CHECK(rig.runtime->free(made)); }
@@ -103,6 +109,7 @@ struct HeapTensors : StoreTensors<CoreRig, Saved> {
 struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
   using Made = HeldTensor;
   using Alias = HeldTensor;
+  using StoreTensors::StoreTensors;
 
   Made make(Bytes bytes, driver::Stream on) { return {rig.torch.make(bytes, on), bytes, on, 0}; }
   void drop(const Made& made) { rig.drop(made); }
@@ -163,65 +170,113 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
   }
 };
 
-// A recorded step of benchmarks/weights.py (benchmarks/record_trace.py), whose lines of kind e are
-// blocks: 0 entered, 1 left, 2 entered by backward, whose window holds the block before it too.
+// The blocks' weights as the engine's groups, which decides.
 template <class Tensors>
+class EngineWeights {
+ public:
+  EngineWeights(Tensors& tensors, driver::Stream stream, const LoraModel& model)
+      : runtime_(*tensors.rig.runtime),
+        stream_(stream),
+        host_(std::make_unique_for_overwrite<std::byte[]>(
+            *std::max_element(model.groups.begin(), model.groups.end()))) {
+    for (const Bytes bytes : model.groups) {
+      groups_.push_back(runtime_.add_weights(bytes, host_.get()));
+    }
+    runtime_.presume_weights(groups_);
+  }
+  ~EngineWeights() {
+    for (const GroupId group : groups_) {
+      runtime_.remove_weights(group);
+    }
+  }
+  EngineWeights(const EngineWeights&) = delete;
+  EngineWeights& operator=(const EngineWeights&) = delete;
+
+  Weights::Counts counts() { return runtime_.weight_counts().counts; }
+  void forward(std::size_t block) { enter(groups_[block], UseKind::forward); }
+  void left(std::size_t block) { runtime_.leave_weights(groups_[block]); }
+  // The window holds the block before it too.
+  void backward(std::size_t block) {
+    if (window_.size() == 2) {
+      runtime_.leave_weights(window_.front());
+      window_.erase(window_.begin());
+    }
+    window_.push_back(groups_[block]);
+    enter(groups_[block], UseKind::backward);
+  }
+  void ended() {
+    for (const GroupId group : std::exchange(window_, {})) {
+      runtime_.leave_weights(group);
+    }
+  }
+  void start(std::size_t) { CHECK(false); }
+  // As the hooks do at each tensor.
+  void more() {
+    if (runtime_.lacks_weights()) {
+      runtime_.more_weights(stream_);
+    }
+  }
+
+ private:
+  void enter(GroupId group, UseKind kind) {
+    Address address = 0;
+    CHECK_EQ(runtime_.enter_weights(group, kind, stream_, &address), Status::ok);
+  }
+
+  Runtime& runtime_;
+  const driver::Stream stream_;
+  const std::unique_ptr<std::byte[]> host_;  // never read: copies are only charged for
+  std::vector<GroupId> groups_;
+  std::vector<GroupId> window_;
+};
+
+template <class Tensors, class BlockWeights = EngineWeights<Tensors>>
 class LoraReplay {
  public:
-  static constexpr std::size_t kBlocks = 12;
-
-  LoraReplay(const std::string& trace, Bytes high) : high_(high), events_(read_trace(trace)) {
-    for (std::size_t i = 0; i < kBlocks; ++i) {
-      groups_.push_back(rig_.runtime->add_weights(kGroup, host_.data()));
-    }
-    rig_.runtime->presume_weights(groups_);
+  // `rest`: what else the weights go by.
+  template <class... Rest>
+  LoraReplay(const LoraModel& model, Bytes high, const Machine& machine, const Rest&... rest)
+      : tensors_(machine),
+        high_(high),
+        events_(model.events),
+        plain_us_(model.plain_us()),
+        weights_(tensors_, stream_, model, rest...) {
     others_ = tensors_.make(kOthers, stream_);
     find_recipes();
   }
   ~LoraReplay() {
     drop_rest();
     tensors_.drop(others_);
-    for (const GroupId group : groups_) {
-      rig_.runtime->remove_weights(group);
-    }
   }
   LoraReplay(const LoraReplay&) = delete;
   LoraReplay& operator=(const LoraReplay&) = delete;
 
   // As recorded, without any budget.
-  double plain_ms() const {
-    double ms = 0;
-    for (const Event& event : events_) {
-      ms = event.kind == 't' ? static_cast<double>(event.a) / 1e3 : ms;
-    }
-    return ms;
-  }
+  double plain_ms() const { return plain_us_ / 1e3; }
 
   LoraStep step() {
     drop_rest();
     stagehand_sim_drain();
     tensors_.begin_step();
     rig_.budget(high_, high_ - high_ / 9);
+    rig_.runtime->reset_peaks();
     const Counters before = rig_.counters();
-    const Weights::Counts loads = rig_.runtime->weight_counts().counts;
+    const Weights::Counts loads = weights_.counts();
     const std::uint64_t began = stagehand_sim_clock_ns();
     replay(events_, stream_, [this](const Event& event) { play(event); });
-    for (const GroupId group : std::exchange(window_, {})) {
-      rig_.runtime->leave_weights(group);
-    }
-    CHECK_EQ(sim::table().stream_synchronize(stream_), driver::kSuccess);
+    weights_.ended();
+    CHECK_EQ(rig_.driver.stream_synchronize(stream_), driver::kSuccess);
     const Counters after = rig_.counters();
-    const Weights::Counts now = rig_.runtime->weight_counts().counts;
+    const Weights::Counts now = weights_.counts();
     LoraStep done;
     done.ms = static_cast<double>(stagehand_sim_clock_ns() - began) / 1e6;
     done.loads = now.loads - loads.loads;
     done.in = after.restored_bytes - before.restored_bytes + now.loaded_bytes - loads.loaded_bytes;
-    done.over = after.overshoot_bytes - before.overshoot_bytes;
+    done.over = after.mapped_peak - std::min(after.mapped_peak, high_);
     return done;
   }
 
  private:
-  static constexpr Bytes kGroup = 402'718'720;
   static constexpr Bytes kOthers = 200_MiB;
   static constexpr std::uint64_t kGeluNs = 250'000;
 
@@ -264,7 +319,7 @@ class LoraReplay {
         if (!records_.emplace(event.a, saved).second) {
           tensors_.end(saved);  // the trace counts one for all
         }
-        more();
+        weights_.more();
         break;
       }
       case 'h':
@@ -273,40 +328,23 @@ class LoraReplay {
         break;
       case 'u':
         aliases_.emplace(event.b, tensors_.alias(records_.at(event.a), stream_));
-        more();
+        weights_.more();
         break;
       case 'd':
         tensors_.unalias(aliases_.at(event.a));
         aliases_.erase(event.a);
         break;
       case 'e':
-        pass(groups_[event.a], event.b);
+        event.b == 0   ? weights_.forward(event.a)
+        : event.b == 1 ? weights_.left(event.a)
+                       : weights_.backward(event.a);
+        break;
+      case 'w':
+        weights_.start(event.a);
         break;
       default:
         CHECK(false);
     }
-  }
-  // As the hooks do at each tensor.
-  void more() {
-    if (rig_.runtime->lacks_weights()) {
-      rig_.runtime->more_weights(stream_);
-    }
-  }
-  void pass(GroupId group, std::uint64_t how) {
-    if (how == 1) {
-      rig_.runtime->leave_weights(group);
-      return;
-    }
-    if (how == 2) {
-      if (window_.size() == 2) {
-        rig_.runtime->leave_weights(window_.front());
-        window_.erase(window_.begin());
-      }
-      window_.push_back(group);
-    }
-    Address address = 0;
-    const UseKind kind = how == 2 ? UseKind::backward : UseKind::forward;
-    CHECK_EQ(rig_.runtime->enter_weights(group, kind, stream_, &address), Status::ok);
   }
   // Gradients, which the next step drops first.
   void drop_rest() {
@@ -320,10 +358,9 @@ class LoraReplay {
   CoreRig& rig_ = tensors_.rig;
   const Bytes high_;
   const std::vector<Event> events_;
-  std::vector<std::byte> host_ = std::vector<std::byte>(kGroup);
+  const double plain_us_;
   driver::Stream stream_ = rig_.stream();
-  std::vector<GroupId> groups_;
-  std::vector<GroupId> window_;
+  BlockWeights weights_;
   typename Tensors::Made others_{};
   std::map<std::uint64_t, Bytes> sizes_;
   std::map<std::uint64_t, std::uint64_t> made_of_;  // records, by those that gelu made

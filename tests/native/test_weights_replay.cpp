@@ -16,7 +16,7 @@ constexpr char kShort[] = "lora_1k.txt";  // the link bounds it
 
 template <class Tensors>
 void holds_to(const char* trace, Bytes high, double of_plain, double gb) {
-  LoraReplay<Tensors> replay(trace, high);
+  LoraReplay<Tensors> replay(equal_blocks(trace), high, lora_machine());
   std::vector<double> ms;
   std::vector<Bytes> in;
   for (int i = 0; i < kSteps; ++i) {
@@ -41,8 +41,8 @@ void holds_to(const char* trace, Bytes high, double of_plain, double gb) {
 }
 
 TEST("weights that fit are loaded once, and cost nothing") {
-  LoraReplay<HeapTensors> replay(kLong, 24 * kGB);
-  CHECK_EQ(replay.step().loads, LoraReplay<HeapTensors>::kBlocks);
+  LoraReplay<HeapTensors> replay(equal_blocks(kLong), 24 * kGB, lora_machine());
+  CHECK_EQ(replay.step().loads, LoraModel::kBlocks);
   const LoraStep step = replay.step();
   CHECK_EQ(step.loads, 0);
   CHECK(step.ms <= replay.plain_ms() * 1.001);

@@ -1,0 +1,86 @@
+// The recorded LoRA steps as models: their lines, and how large each block's weights are.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "native/trace.hpp"
+
+namespace stagehand::core::test {
+
+// A block goes forward, or comes back in backward; times as recorded, without any budget.
+struct BlockUse {
+  std::size_t block = 0;
+  double begin_us = 0;
+  double us = 0;
+};
+
+// A recorded step of benchmarks/weights.py (benchmarks/record_trace.py), whose lines of kind e are
+// blocks: 0 entered, 1 left, 2 entered by backward.
+struct LoraModel {
+  static constexpr std::size_t kBlocks = 12;
+  static constexpr Bytes kBlock = 402'718'720;
+
+  std::vector<Event> events;
+  std::vector<Bytes> groups = std::vector<Bytes>(kBlocks, kBlock);
+
+  double plain_us() const {
+    const auto last = std::find_if(events.rbegin(), events.rend(),
+                                   [](const Event& event) { return event.kind == 't'; });
+    return static_cast<double>(last->a);
+  }
+  std::vector<BlockUse> uses() const {
+    std::vector<BlockUse> found;
+    double now = 0;
+    const auto end = [&] {
+      if (!found.empty() && found.back().us == 0) {
+        found.back().us = now - found.back().begin_us;
+      }
+    };
+    for (const Event& event : events) {
+      now = event.kind == 't' ? static_cast<double>(event.a) : now;
+      if (event.kind == 'e') {
+        end();
+        if (event.b != 1) {
+          found.push_back({event.a, now, 0});
+        }
+      }
+    }
+    end();
+    return found;
+  }
+};
+
+inline LoraModel equal_blocks(const std::string& trace) { return {read_trace(trace)}; }
+
+// Made of a recorded one, not recorded: as much weight and as much computing in all, but each third
+// block has three times the weights of the others and takes a third of their time, as where a model
+// has blocks of several kinds. What each saves stays.
+inline LoraModel unequal_blocks(const std::string& trace) {
+  constexpr double kTimes = 3;
+  constexpr double kLarge = LoraModel::kBlocks / 3.0;
+  constexpr double kSmall = LoraModel::kBlocks - kLarge;
+  LoraModel model{read_trace(trace)};
+  const auto large = [](std::size_t block) { return block % 3 == 1; };
+  const double bytes = LoraModel::kBlock * LoraModel::kBlocks / (kSmall + kTimes * kLarge);
+  const double slower = LoraModel::kBlocks / (kSmall + kLarge / kTimes);
+  for (std::size_t block = 0; block < LoraModel::kBlocks; ++block) {
+    model.groups[block] = static_cast<Bytes>(bytes * (large(block) ? kTimes : 1)) / 512 * 512;
+  }
+  double factor = 1;
+  double us = 0;
+  std::uint64_t before = 0;
+  for (Event& event : model.events) {
+    if (event.kind == 'e') {
+      factor = event.b == 1 ? 1 : slower / (large(event.a) ? kTimes : 1);
+    } else if (event.kind == 't') {
+      us += factor * static_cast<double>(event.a - std::exchange(before, event.a));
+      event.a = static_cast<std::uint64_t>(std::llround(us));
+    }
+  }
+  return model;
+}
+
+}  // namespace stagehand::core::test
