@@ -80,7 +80,7 @@ test-python: setup
 
 .PHONY: test-native
 test-native: $(VENV)/.tools
-	$(call native-tests,address,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=address)
+	$(call native-tests,address,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=address $(UNITY))
 	$(CTEST) --test-dir build/address
 
 .PHONY: check
@@ -129,7 +129,7 @@ docs: setup
 
 .PHONY: check-threads
 check-threads: $(VENV)/.tools
-	$(call native-tests,thread,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=thread,--target native_tests)
+	$(call native-tests,thread,-DSTAGEHAND_CHECKS=1 -DSTAGEHAND_SANITIZE=thread $(UNITY),--target native_tests)
 	$(CTEST) --test-dir build/thread
 
 # docs/testing.md. SEED=n: that seed alone, printed as short as it still fails; PROGRAM=file: a
@@ -211,6 +211,9 @@ WHEEL_PYTHONS ?= $(PYTHON) $(firstword $(shell command -v python3.12) \
 wheel: setup
 	$(PY) tools/wheels.py build $(WHEEL_PYTHONS)
 	$(PY) tools/wheels.py try $(WHEEL_PYTHONS)
+
+# What is compiled once and not worked on: the core's sources several at a time.
+UNITY := -DCMAKE_PROJECT_stagehand_alloc_INCLUDE=$(CURDIR)/tests/native/unity.cmake
 
 CTEST := $(BIN)/ctest --output-on-failure --no-tests=error -j $(JOBS)
 # native-tests(folder under build, options, what to build)

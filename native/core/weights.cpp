@@ -208,6 +208,29 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   if (occupied != before && d_.gate.due().any()) {
     const Unlocked unlocked(entry);  // torch has it from here on
   }
+  if (!standing_.alive(id)) {
+    return false;
+  }
+  const Status status = bring(entry, id, stream, true);
+  return status == Status::ok ||
+         (status == Status::out_of_memory && bring_instead(entry, id, stream));
+}
+
+// There is room, but in no one place. What is used next has it where a group lies that is used
+// later: that one would leave for it all the same once its block is reached, and its copy begin
+// only then.
+bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
+  const UseOrder& order = standing_.order();
+  const GroupId last = standing_.farthest();
+  if (last == kNoGroup || order.distance(id) > 1 || order.distance(last) <= 1) {
+    return false;
+  }
+  if (!put_away(standing_.at(last))) {
+    return false;
+  }
+  if (d_.gate.due().any()) {
+    const Unlocked unlocked(entry);
+  }
   return standing_.alive(id) && bring(entry, id, stream, true) == Status::ok;
 }
 

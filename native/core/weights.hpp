@@ -102,6 +102,7 @@ class Weights {
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
+  bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
   bool put_away(WeightGroup& group);
   Status write_back(WeightGroup& group);
   void write_ahead();

@@ -337,6 +337,21 @@ void WeightGroup::touch(nb::handle self) {
   }
 }
 
+void WeightGroup::over(nb::handle self) {
+  const auto found = windows().find({std::this_thread::get_id(), backward_here()});
+  if (found == windows().end()) {
+    return;
+  }
+  for (nb::object* one : {&found->second.newest, &found->second.previous}) {
+    if (one->is_valid() && one->is(self)) {
+      const nb::object left = std::move(*one);
+      *one = nb::object();
+      nb::cast<WeightGroup*>(left)->leave();
+      return;
+    }
+  }
+}
+
 void WeightGroup::end_backward(long task) {
   end_windows([&](const WindowKey& key) { return key.second == task; });
 }
@@ -485,6 +500,7 @@ void bind_weights(nb::module_& module) {
       .def("enter", &WeightGroup::enter, nb::arg("kind"))
       .def("leave", &WeightGroup::leave)
       .def("touch", [](nb::handle_t<WeightGroup> self) { WeightGroup::touch(self); })
+      .def("over", [](nb::handle_t<WeightGroup> self) { WeightGroup::over(self); })
       .def("wrote", &WeightGroup::wrote)
       .def("write_back", &WeightGroup::write_back)
       .def("to_host", &WeightGroup::to_host)

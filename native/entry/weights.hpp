@@ -48,6 +48,9 @@ class WeightGroup {
   // Backward needs it on this thread: held until two others were needed after it, or the backward
   // is over.
   static void touch(nb::handle self);
+  // This backward has the gradient of what the block was given: it needs the group no more. A hint:
+  // what needs it all the same touches it again.
+  static void over(nb::handle self);
   // The backward with that number is over, on whichever thread it held any.
   static void end_backward(long task);
   // What this thread still holds for backwards, or for who looks at a node outside of any.

@@ -258,24 +258,49 @@ def _hooks(group: Group) -> tuple[Any, Any]:
 
     def enter(module: nn.Module, inputs: Any) -> None:
         group.enter()
+        for tensor in _tensors(inputs):
+            if (
+                tensor.grad_fn is not None
+            ):  # a leaf may outlive many steps, and would keep all hooks
+                _tell_of_end(tensor, group.native)
+                break
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         group.leave()
         # For what keeps a weight where no hook sees it, as bitsandbytes does.
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:  # a leaf's backward is not this block's
-                tensor.register_hook(_Touch(group.native))
+                tensor.register_hook(_Gradient(begins=group.native))
 
     apart: Any = torch.compiler.disable
     return apart(enter), apart(leave)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Touch:
-    group: Any
+@dataclasses.dataclass
+class _Gradient:
+    """The gradient of what a block was given is there, and of what another returned.
+
+    Autograd runs what was made last first: all of the former's backward came before, also what leads
+    to its other inputs. So its end is told first: it may be the same block, which runs twice.
+    """
+
+    begins: Any = None
+    over: list[Any] = dataclasses.field(default_factory=list)
 
     def __call__(self, gradient: Tensor) -> None:
-        self.group.touch()
+        for group in self.over:
+            group.over()
+        if self.begins is not None:
+            self.begins.touch()
+
+
+def _tell_of_end(given: Tensor, group: Any) -> None:
+    """Of the block's backward, when the gradient of what it was given is there."""
+    hooks = (given._backward_hooks or {}).values()
+    told = next((hook for hook in hooks if isinstance(hook, _Gradient)), None)
+    if told is None:
+        given.register_hook(told := _Gradient())
+    told.over.append(group)
 
 
 def _tensors(output: Any) -> Iterator[Any]:

@@ -22,8 +22,12 @@ NOT_REPEATABLE = {
 @functools.cache
 def operators() -> list[Any]:
     """torch's list. Takes seconds to import, so not before a test asks."""
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
+    # Each list of samples searches the stack for a unittest.TestCase. There is none, and the search
+    # is most of the time: it is not made.
+    common_utils.extract_test_fn = lambda: None
     gc.collect()
     gc.freeze()  # hundreds of thousands of objects, which no later collection need walk
     return [op for op in op_db if op.supports_autograd]

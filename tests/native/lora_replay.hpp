@@ -195,12 +195,9 @@ class EngineWeights {
   Weights::Counts counts() { return runtime_.weight_counts().counts; }
   void forward(std::size_t block) { enter(groups_[block], UseKind::forward); }
   void left(std::size_t block) { runtime_.leave_weights(groups_[block]); }
-  // The window holds the block before it too.
+  // The one before it is over, as the gradient of what it was given tells.
   void backward(std::size_t block) {
-    if (window_.size() == 2) {
-      runtime_.leave_weights(window_.front());
-      window_.erase(window_.begin());
-    }
+    ended();
     window_.push_back(groups_[block]);
     enter(groups_[block], UseKind::backward);
   }

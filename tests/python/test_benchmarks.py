@@ -276,21 +276,6 @@ def test_modes_measures_what_needs_no_gpu_and_compares_gradients(tmp_path: pathl
     assert len({json.dumps(step) for one in digests.values() for step in one["steps"]}) == 1
 
 
-def test_the_suite_writes_a_numbered_result_the_newest_one_and_a_plot(
-    tmp_path: pathlib.Path,
-) -> None:
-    done = run("suite.py", "--simulated", "--model", "adapters", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"suite-cpu-1.json", "suite.json"} <= names
-    assert ("suite.svg" in names) == plot.available()
-    points = json.loads((tmp_path / "suite.json").read_text())["models"]["adapters"]["points"]
-    modes = {point["mode"] for point in points}
-    assert {"native", "save_on_cpu", "checkpoint:0.5", "ours:0.5"} <= modes
-    assert all("bound_ms" in point for point in points if point["mode"].startswith("ours:"))
-    assert suite.result_path(tmp_path, "CPU").name == "suite-cpu-2.json"
-
-
 Sent = list[tuple[str, str, Any]]  # the worker's name, the command, its mode
 
 
@@ -341,26 +326,49 @@ def test_the_suite_goes_on_where_a_variant_ends_its_process(
         assert not (pinned and name == "adapters torch" and command in ("steps", "memory"))
 
 
-def test_the_suite_has_written_the_models_before_the_one_that_fails(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def failing_suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Any]:
+    """Where a suite of two models wrote, and what stood there when the second one failed."""
+    folder = tmp_path_factory.mktemp("suite")
     written = []
 
     def before(worker: Worker, command: str, mode: Any) -> None:
         if worker.name == "gpt torch" and command == "modes":
-            written.append(json.loads((tmp_path / "suite-cpu-1.json").read_text()))
+            written.append(json.loads((folder / "suite-cpu-1.json").read_text()))
             kill(worker)
 
-    listen(monkeypatch, before)
-    code = suite.main(["--simulated", "--model", "adapters,gpt", "--out", str(tmp_path)])
+    with pytest.MonkeyPatch.context() as patch:
+        listen(patch, before)
+        code = suite.main(["--simulated", "--model", "adapters,gpt", "--out", str(folder)])
     assert code == 1
-    assert list(written[0]["models"]) == ["adapters"]
-    assert written[0]["asked"] == ["adapters", "gpt"]
-    result = json.loads((tmp_path / "suite-cpu-1.json").read_text())
-    assert result == json.loads((tmp_path / "suite.json").read_text())
+    return folder, written[0]
+
+
+def test_the_suite_writes_a_numbered_result_the_newest_one_and_a_plot(
+    failing_suite: tuple[pathlib.Path, Any],
+) -> None:
+    folder, _ = failing_suite
+    names = {path.name for path in folder.iterdir()}
+    assert {"suite-cpu-1.json", "suite.json"} <= names
+    assert ("suite.svg" in names) == plot.available()
+    points = json.loads((folder / "suite.json").read_text())["models"]["adapters"]["points"]
+    modes = {point["mode"] for point in points}
+    assert {"native", "save_on_cpu", "checkpoint:0.5", "ours:0.5"} <= modes
+    assert all("bound_ms" in point for point in points if point["mode"].startswith("ours:"))
+    assert suite.result_path(folder, "CPU").name == "suite-cpu-2.json"
+
+
+def test_the_suite_has_written_the_models_before_the_one_that_fails(
+    failing_suite: tuple[pathlib.Path, Any],
+) -> None:
+    folder, written = failing_suite
+    assert list(written["models"]) == ["adapters"]
+    assert written["asked"] == ["adapters", "gpt"]
+    result = json.loads((folder / "suite-cpu-1.json").read_text())
+    assert result == json.loads((folder / "suite.json").read_text())
     assert list(result["models"]) == ["adapters"]
     assert "host memory ran out" in result["failed"]["gpt"]
-    assert not (tmp_path / "suite-cpu-2.json").exists()
+    assert not (folder / "suite-cpu-2.json").exists()
 
 
 def test_a_dead_worker_can_be_closed_with_a_command_it_never_read() -> None:

@@ -44,21 +44,29 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def script(tmp_path: pathlib.Path) -> str:
-    path = tmp_path / "train.py"
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text(SCRIPT)
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def plain(script: str) -> str:
+    """What the script prints without us."""
+    done = run(script, "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("recompute", ["no", "yes"])
-def test_a_script_trains_as_without_it_and_its_budget_is_held(script: str, recompute: str) -> None:
-    plain = run(script, "--epochs", "3")
-    assert plain.returncode == 0, plain.stderr
+def test_a_script_trains_as_without_it_and_its_budget_is_held(
+    script: str, plain: str, recompute: str
+) -> None:
     options = ("--high", "56MiB", "--recompute", recompute)
     inside = run("-m", "stagehand_alloc", "run", *options, script, "--epochs", "3")
     assert inside.returncode == 0, inside.stderr
-    assert inside.stdout == plain.stdout
+    assert inside.stdout == plain
     assert "0 B were moved" not in inside.stderr
     assert "of 56.00 MiB; 0 B over." in inside.stderr
 

@@ -48,6 +48,40 @@ class _FailsFirst(Model):
         return [self.layers[0], _Fails.apply, *self.layers[1:]]
 
 
+class _Asks(torch.autograd.Function):
+    """What is held when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ask: Any) -> Tensor:
+        ctx.ask = ask
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.ask()
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("cloned", [False, True], ids=["returned", "another"])
+def test_a_block_whose_backward_is_over_is_held_no_more(cloned: bool) -> None:
+    class Asking(Model):
+        def run(self) -> list[Any]:
+            between = [lambda x: _Asks.apply(x.view_as(x) if cloned else x, ask)] * 7
+            return [one for pair in zip(self.layers, [*between, nn.Identity()]) for one in pair]
+
+    torch.manual_seed(1)
+    model = stagehand_alloc.offload(Asking())
+    seen: list[int] = []
+
+    def ask() -> None:
+        seen.append(held(model))
+
+    with stagehand_alloc.pool(high=8 * MIB):
+        loss = model(tokens(0))
+    loss.backward()
+    assert seen == [0] * 7
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "thread"])
 def test_a_backward_that_failed_holds_nothing(elsewhere: bool) -> None:
     torch.manual_seed(1)
