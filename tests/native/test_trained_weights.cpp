@@ -1,5 +1,7 @@
 // Weight groups that are written to, as an optimizer does: a dirty one leaves by a copy out, which
 // all that comes later is behind (rule W4), under any schedule; broken on purpose, it is found.
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "native/weights_rig.hpp"
@@ -96,6 +98,27 @@ TEST("a step writes each group back once, the host waits for nothing, and clean 
   CHECK(model.counts().counts.written_bytes - written <= of_pass + 8 * kGroup);
   CHECK_EQ(rig.counters().host_waits, waits);
   rig.verify();
+}
+
+TEST(
+    "of groups that are needed as late the clean one leaves first, and the dirty one is copied "
+    "out") {
+  std::byte host[2];
+  Block block;
+  Standing standing;
+  for (std::byte& one : host) {
+    standing.at(standing.add(1, &one)).block = &block;
+  }
+  CHECK_EQ(standing.written_next(), kNoGroup);
+  standing.at(0).dirty = 1;
+  CHECK_EQ(standing.farthest(), 1u);
+  CHECK_EQ(standing.written_next(), 0u);
+  standing.refuse(standing.at(1));
+  CHECK_EQ(standing.farthest(), 0u);
+  standing.forgive();
+  CHECK_EQ(standing.farthest(), 1u);
+  standing.at(0).holds = 1;
+  CHECK_EQ(standing.written_next(), kNoGroup);
 }
 
 TEST("only what was written goes back") {
