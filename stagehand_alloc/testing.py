@@ -131,6 +131,10 @@ class SimulatedGpu:
         """The host's virtual time."""
         return int(self._sim.stagehand_sim_clock_ns())
 
+    def set_seed(self, seed: int) -> None:
+        """Let all work finish; from here on the scheduler draws what this seed draws."""
+        self._sim.stagehand_sim_seed(seed)
+
     def set_progress(self, probability: float) -> None:
         """How likely the device makes unasked progress where it may (0.25 at first)."""
         self._sim.stagehand_sim_progress(probability)
@@ -239,6 +243,7 @@ def _with_prototypes(library: Any) -> Any:
     u64, text = ctypes.c_uint64, ctypes.c_char_p
     prototypes: dict[str, tuple[Any, list[Any]]] = {
         "stagehand_sim_progress": (None, [ctypes.c_double]),
+        "stagehand_sim_seed": (None, [u64]),
         "stagehand_sim_drain": (None, []),
         "stagehand_sim_clock_ns": (u64, []),
         "stagehand_sim_hazards": (u64, [ctypes.c_int]),

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 DEVICE = 0
+SEED = 1  # of each test's schedule: it does not depend on which tests ran before
 
 
 @pytest.fixture(scope="session")
 def _simulated() -> SimulatedGpu:
     from stagehand_alloc import testing
 
-    found = testing.simulated_gpu(memory="1GiB", seed=1)
+    found = testing.simulated_gpu(memory="1GiB", seed=SEED)
     found.close()
     return found
 
@@ -33,6 +34,7 @@ def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
     """torch's CPU tensors on the simulated GPU for one test, with no ordering mistake in it."""
     from stagehand_alloc import _native
 
+    _simulated.set_seed(SEED)
     _simulated.clear_hazards()
     with _simulated:
         yield _simulated

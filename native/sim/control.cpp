@@ -66,6 +66,11 @@ void stagehand_sim_progress(double probability) {
   control([&](Gpu& machine) { machine.scheduler.set_progress(probability); });
 }
 
+void stagehand_sim_seed(uint64_t seed) {
+  stagehand_sim_drain();
+  control([&](Gpu& machine) { machine.scheduler.reseed(seed); });
+}
+
 int stagehand_sim_kernel(void* stream, uint64_t duration_ns, const stagehand_sim_range* reads,
                          size_t read_count, const stagehand_sim_range* writes, size_t write_count,
                          stagehand_sim_callback callback, void* user) {

@@ -49,6 +49,9 @@ STAGEHAND_SIM_EXPORT void stagehand_sim_reset(void);
 // Probability that the device makes unasked progress where it may: at a query, beside a wait, and
 // beside host-synchronous work. Default 0.25. A query repeated 64 times always makes progress.
 STAGEHAND_SIM_EXPORT void stagehand_sim_progress(double probability);
+// All work finishes, and what the scheduler draws from here on is what this seed draws: a test's
+// schedule does not depend on which tests ran before it.
+STAGEHAND_SIM_EXPORT void stagehand_sim_seed(uint64_t seed);
 
 // Work. All three queue one operation on a stream and return a driver result.
 // The callback runs when the kernel does, under the simulator's lock: it may touch memory, but must

@@ -38,6 +38,17 @@ void for_stretches(const std::vector<Piece>& pieces, std::uint64_t at, std::uint
   }
 }
 
+// Without sanitizers, which would look at each of millions of words and know nothing of the memory:
+// most of it is the simulator's own mapping.
+__attribute__((no_sanitize("address", "undefined"))) void write_words(unsigned char* out,
+                                                                      std::uint64_t words,
+                                                                      std::uint64_t z) {
+  for (std::uint64_t i = 0; i < words; ++i, z += kStride) {
+    const std::uint64_t word = z ^ (z >> 32);
+    __builtin_memcpy(out + i * 8, &word, 8);
+  }
+}
+
 void copy(const Op& op, std::uint64_t at, std::uint64_t bytes) {
   for_stretches(op.to, at, bytes, [&](unsigned char* to, std::uint64_t n, std::uint64_t offset) {
     if (!op.staged.empty()) {
@@ -46,7 +57,13 @@ void copy(const Op& op, std::uint64_t at, std::uint64_t bytes) {
     }
     for_stretches(op.from, offset, n,
                   [&](const unsigned char* from, std::uint64_t part, std::uint64_t from_offset) {
-                    std::memmove(to + (from_offset - offset), from, part);
+                    unsigned char* out = to + (from_offset - offset);
+                    // Sanitizers take memmove a byte at a time.
+                    if (out + part <= from || from + part <= out) {
+                      std::memcpy(out, from, part);
+                    } else {
+                      std::memmove(out, from, part);
+                    }
                   });
   });
 }
@@ -82,11 +99,9 @@ void write_pattern(unsigned char* out, std::uint64_t bytes, std::uint64_t seed,
   for (; i < bytes && (offset + i) % 8 != 0; ++i) {
     out[i] = pattern_byte(seed, offset + i);
   }
-  std::uint64_t z = first_word(seed) + (offset + i) / 8 * kStride;
-  for (; i + 8 <= bytes; i += 8, z += kStride) {
-    const std::uint64_t word = z ^ (z >> 32);
-    std::memcpy(out + i, &word, 8);
-  }
+  const std::uint64_t words = (bytes - i) / 8;
+  write_words(out + i, words, first_word(seed) + (offset + i) / 8 * kStride);
+  i += words * 8;
   for (; i < bytes; ++i) {
     out[i] = pattern_byte(seed, offset + i);
   }

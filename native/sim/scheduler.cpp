@@ -198,6 +198,17 @@ bool Scheduler::step() {
   return false;
 }
 
+void Scheduler::reseed(std::uint64_t seed) {
+  random_ = Random(seed);
+  picks_ = 0;
+  for (const auto& stream : defaults_) {
+    stream->weight = 1;
+  }
+  for (const auto& [handle, stream] : streams_) {
+    stream->weight = 1;
+  }
+}
+
 void Scheduler::maybe_progress() {
   if (active_.empty() || !random_.chance(progress_)) {
     return;

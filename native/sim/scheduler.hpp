@@ -131,6 +131,7 @@ class Scheduler {
   std::uint64_t host_ns() const { return host_ns_; }
   void advance_ns(std::uint64_t nanoseconds) { host_ns_ += nanoseconds; }
   void set_progress(double probability) { progress_ = probability; }
+  void reseed(std::uint64_t seed);  // as from the start: draws, and how eagerly streams are picked
   std::uint64_t queued() const { return queued_; }
   std::uint64_t mismatches() const { return mismatches_; }
 

@@ -89,6 +89,39 @@ TEST("of N groups with room for k, 2 (N - k) are loaded in a step") {
   rig.verify();
 }
 
+TEST("what is used next finds a hole where a group lies that is used later") {
+  CoreRig rig(kMachine);
+  Model model(rig, 3, 4_MiB);
+  const driver::Stream s = rig.stream();
+  std::vector<Tensor> between;  // what is free lies in stretches of 1.5 MiB, in no whole piece
+  std::vector<Tensor> dropped;
+  for (int i = 0; i < 4; ++i) {
+    dropped.push_back(rig.make(1536_KiB, s));
+    between.push_back(rig.make(1536_KiB, s));
+  }
+  for (const Tensor& one : dropped) {
+    rig.drop(one);
+  }
+  rig.budget(20_MiB, 20_MiB);  // two groups and the stretches
+  const auto pass = [&] {
+    for (std::size_t i = 0; i < 3; ++i) {
+      model.run(i, s);
+    }
+  };
+  pass();
+  pass();  // what comes after the last is known
+  const Weights::Counts first = model.counts().counts;
+  pass();
+  pass();
+  CHECK_EQ(model.counts().counts.late, first.late);
+  CHECK(model.counts().counts.loads > first.loads);
+  CHECK_EQ(rig.counters().overshoot_bytes, 0);
+  for (const Tensor& one : between) {
+    rig.drop(one);
+  }
+  rig.verify();
+}
+
 TEST("W3: a held group stays while others leave") {
   CoreRig rig(kMachine);
   Model model(rig, 4);

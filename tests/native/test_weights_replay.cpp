@@ -1,5 +1,5 @@
 // What streaming weights beside activations costs, in virtual time, against the step as recorded.
-// Copies in on two lanes do not share the link here, as they do on a real one: bytes are held too.
+// All copies one way share one link.
 #include <algorithm>
 #include <string>
 
@@ -9,14 +9,14 @@ namespace stagehand::core::test {
 namespace {
 
 constexpr int kSettled = 6;  // steps, after which the median is held to what is promised
-constexpr int kSteps = 13;
+constexpr int kSteps = 20;
 constexpr Bytes kGB = 1'000'000'000;
 constexpr char kLong[] = "lora_8k.txt";   // tokens: what is saved is most of it
 constexpr char kShort[] = "lora_1k.txt";  // the link bounds it
 
 template <class Tensors>
 void holds_to(const char* trace, Bytes high, double of_plain, double gb) {
-  LoraReplay<Tensors> replay(equal_blocks(trace), high, lora_machine());
+  LoraReplay<Tensors> replay(equal_blocks(trace), high, lora_machine(on_one_link));
   std::vector<double> ms;
   std::vector<Bytes> in;
   for (int i = 0; i < kSteps; ++i) {
@@ -50,19 +50,19 @@ TEST("weights that fit are loaded once, and cost nothing") {
 
 TEST("long sequences on the process allocator: what streams hides behind the step while it can") {
   holds_to<HeapTensors>(kLong, 12 * kGB, 1.02, 5.5);
-  holds_to<HeapTensors>(kLong, 10 * kGB, 1.07, 8.0);
-  holds_to<HeapTensors>(kLong, 8 * kGB, 1.17, 11.0);
+  holds_to<HeapTensors>(kLong, 10 * kGB, 1.14, 8.2);
+  holds_to<HeapTensors>(kLong, 8 * kGB, 1.44, 11.0);
 }
 
 TEST("long sequences in torch's cache: likewise, but holes cost some") {
-  holds_to<HeldTensors>(kLong, 12 * kGB, 1.03, 7.0);
-  holds_to<HeldTensors>(kLong, 10 * kGB, 1.18, 8.0);
-  holds_to<HeldTensors>(kLong, 8 * kGB, 1.45, 11.5);
+  holds_to<HeldTensors>(kLong, 12 * kGB, 1.16, 7.0);
+  holds_to<HeldTensors>(kLong, 10 * kGB, 1.19, 7.5);
+  holds_to<HeldTensors>(kLong, 8 * kGB, 1.44, 10.5);
 }
 
 TEST("short sequences, which the link bounds: hardly more is loaded than must come") {
-  holds_to<HeapTensors>(kShort, 4 * kGB, 2.30, 4.3);
-  holds_to<HeldTensors>(kShort, 4 * kGB, 2.70, 4.7);
+  holds_to<HeapTensors>(kShort, 4 * kGB, 2.23, 4.7);
+  holds_to<HeldTensors>(kShort, 4 * kGB, 2.50, 5.1);
 }
 
 }  // namespace
