@@ -59,5 +59,6 @@ from stagehand_alloc._weights.access import resident as resident
 from stagehand_alloc._weights.access import visit as visit
 from stagehand_alloc._weights.offload import offload as offload
 from stagehand_alloc._weights.offload import restore as restore
+from stagehand_alloc._weights.optimizer import offload_optimizer as offload_optimizer
 
 __version__ = "0.1.0"

@@ -28,7 +28,7 @@ namespace stagehand::core {
 
 // The stream-order rules of docs/invariants.md. Tests break one at a time and expect the simulator
 // to notice; release builds compile every question to `true`.
-enum class Rule { none, S1, S2, S3, S4, S5, S6, W2, W7 };
+enum class Rule { none, S1, S2, S3, S4, S5, S6, W2, W4, W7 };
 
 #ifdef STAGEHAND_TESTING
 inline bool pinned_is_touched = true;   // set before any other thread runs

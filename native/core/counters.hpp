@@ -47,9 +47,10 @@ namespace stagehand::core {
   X(drops) X(recomputes) X(reruns) X(overtakes)                                                 \
   /* of host_waits, how long: for pinned memory, for a copy, for all work of the GPU */         \
   X(pinning_wait_ns) X(copy_wait_ns) X(gpu_wait_ns)                                             \
-  /* weight groups: they came, of them when they were needed; their bytes; they left; of        \
-     stall_ns, for them */                                                                      \
-  X(weights_loads) X(weights_late) X(weights_loaded_bytes) X(weights_left) X(weights_wait_ns)
+  /* weight groups: they came, of them when they were needed; their bytes; they left; bytes     \
+     that went back to the host; of stall_ns, for them */                                       \
+  X(weights_loads) X(weights_late) X(weights_loaded_bytes) X(weights_left)                      \
+  X(weights_written_bytes) X(weights_wait_ns)
 
 #define STAGEHAND_COUNTERS(X) STAGEHAND_GAUGES(X) STAGEHAND_PEAKS(X) STAGEHAND_SUMS(X)
 // clang-format on

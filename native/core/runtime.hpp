@@ -156,6 +156,11 @@ class Runtime {
   // status that is not ok nothing has changed.
   Status enter_weights(GroupId id, UseKind kind, driver::Stream consumer, Address* address);
   void leave_weights(GroupId id);
+  // Work queued on `writer` so far writes to the group's first `bytes`, while somebody holds it:
+  // they go to the host copy before it leaves. `stale` where nobody does.
+  Status wrote_weights(GroupId id, Bytes bytes, driver::Stream writer);
+  // Waits until the host copy has all that was written so far.
+  Status weights_to_host(GroupId id);
   // Whether the next group lacked room, and without the lock. It comes if it has it now.
   bool lacks_weights() const { return d_.weights.lacks_room(); }
   void more_weights(driver::Stream consumer);

@@ -247,6 +247,7 @@ Counters Runtime::counted() {
   counters.weights_late = d_.weights.counts().late;
   counters.weights_loaded_bytes = d_.weights.counts().loaded_bytes;
   counters.weights_left = d_.weights.counts().dropped;
+  counters.weights_written_bytes = d_.weights.counts().written_bytes;
   return counters;
 }
 

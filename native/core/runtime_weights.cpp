@@ -23,10 +23,11 @@ void Runtime::remove_weights(GroupId id) {
   }
   d_.weights.drop(id);
   d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
-  // Copies may read the host's. While a graph is captured the device is not waited for, but the
-  // lanes are in none.
+  // Copies may read the host's, or write to it. While a graph is captured the device is not waited
+  // for, but the lanes are in none.
   if (!d_.room.wait_for_gpu(entry) && d_.gate.in_context()) {
-    const StreamPlace lanes[] = {d_.transfers.in(false).clock().place(),
+    const StreamPlace lanes[] = {d_.transfers.out().clock().place(),
+                                 d_.transfers.in(false).clock().place(),
                                  d_.transfers.in(true).clock().place()};
     const Unlocked unlocked(entry);
     for (const StreamPlace& lane : lanes) {
@@ -46,6 +47,16 @@ Status Runtime::enter_weights(GroupId id, UseKind kind, driver::Stream consumer,
 void Runtime::leave_weights(GroupId id) {
   Entry entry(d_.gate);
   d_.weights.leave(id);
+}
+
+Status Runtime::wrote_weights(GroupId id, Bytes bytes, driver::Stream writer) {
+  Entry entry(d_.gate);
+  return d_.weights.wrote(id, bytes, writer);
+}
+
+Status Runtime::weights_to_host(GroupId id) {
+  Entry entry(d_.gate);
+  return d_.weights.to_host(entry, id);
 }
 
 void Runtime::more_weights(driver::Stream consumer) {

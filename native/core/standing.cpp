@@ -1,6 +1,7 @@
 #include "core/standing.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/check.hpp"
 
@@ -64,22 +65,45 @@ bool Standing::used(Use use, Plan::Place saves) {
   return true;
 }
 
+bool Standing::leaves_later(GroupId id, GroupId other) const {
+  const std::uint32_t a = order_.distance(id);
+  const std::uint32_t b = order_.distance(other);
+  if (a != b) {
+    return a < b;
+  }
+  const bool dirty = groups_[id].dirty > 0;
+  const bool other_dirty = groups_[other].dirty > 0;
+  return dirty != other_dirty ? dirty : groups_[id].bytes <= groups_[other].bytes;
+}
+
 GroupId Standing::farthest() const {
   GroupId found = kNoGroup;
   for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (!groups_[id].may_leave()) {
-      continue;
-    }
-    const auto further = [&](GroupId other) {
-      const std::uint32_t a = order_.distance(id);
-      const std::uint32_t b = order_.distance(other);
-      return a != b ? a > b : groups_[id].bytes > groups_[other].bytes;
-    };
-    if (found == kNoGroup || further(found)) {
+    if (groups_[id].may_leave() && !groups_[id].refused &&
+        (found == kNoGroup || !leaves_later(id, found))) {
       found = id;
     }
   }
   return found;
+}
+
+GroupId Standing::written_next() const {
+  GroupId found = kNoGroup;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (groups_[id].may_leave() && !groups_[id].refused && groups_[id].dirty > 0 &&
+        order_.distance(id) > kAhead && (found == kNoGroup || !leaves_later(id, found))) {
+      found = id;
+    }
+  }
+  return found;
+}
+
+void Standing::forgive() {
+  if (std::exchange(refused_, false)) {
+    for (WeightGroup& group : groups_) {
+      group.refused = false;
+    }
+  }
 }
 
 GroupId Standing::next_ahead(std::uint32_t record, bool* far) const {
@@ -149,6 +173,9 @@ const char* Standing::broken() const {
     count += group.alive ? 1 : 0;
     if (group.alive && (group.host == nullptr || group.bytes == 0)) {
       return "W4: a weight group has no host copy";
+    }
+    if (group.dirty > (group.home() ? group.bytes : 0)) {
+      return "W4: what was written to a weight group is neither at home nor on the host";
     }
     if (!group.alive && (group.home() || group.holds > 0)) {
       return "W5: a weight group that is gone has memory or is held";

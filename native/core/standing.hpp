@@ -1,6 +1,7 @@
 // The weight groups of a device as the decisions see them: which is at home, which is held, which
 // leaves and which comes next. A group stands for good: unlike a record it is used again and again,
-// and its host copy never goes. Pure: no driver, no lock; core/weights.hpp acts on it.
+// and its host copy never goes; where its bytes changed at home, the host copy is behind until they
+// are written back. Pure: no driver, no lock; core/weights.hpp acts on it.
 #pragma once
 
 #include <array>
@@ -17,12 +18,16 @@ struct Block;
 struct WeightGroup {
   std::uint32_t generation = 0;  // of the groups that had this id
   Bytes bytes = 0;
-  std::byte* host = nullptr;  // the host copy: the same bytes, always
-  Block* block = nullptr;     // its memory on the device; null: it is away
-  std::uint32_t clock = 0;    // the copy in that filled it: of which clock,
-  Seq arrived = 0;            // and its event there
+  std::byte* host = nullptr;    // the host copy: the same bytes, but
+  Bytes dirty = 0;              // for so many of the first ones, which changed at home since
+  Block* block = nullptr;       // its memory on the device; null: it is away
+  std::uint32_t clock = 0;      // the copy in that filled it: of which clock,
+  Seq arrived = 0;              // and its event there
+  std::uint32_t out_clock = 0;  // the newest copy out: the same
+  Seq written = 0;
   std::uint32_t holds = 0;
   bool alive = false;
+  bool refused = false;           // its copy out was; it does not leave until `forgive`
   std::array<Bytes, 3> beside{};  // most that was live beside all weights in its last uses, by kind
 
   bool home() const { return block != nullptr; }
@@ -48,9 +53,15 @@ class Standing {
 
   // A group is used from here on; what is saved next has places from `saves` on. False: it goes on.
   bool used(Use use, Plan::Place saves);
-  // The group that leaves first: at home, not held, its next use the farthest; of several the
-  // largest. kNoGroup without any.
+  // The group that leaves first: at home, not held, its next use the farthest; of several a clean
+  // one, then the largest. kNoGroup without any.
   GroupId farthest() const;
+  // The one whose copy out is made ahead: of those that are dirty and not held the one that leaves
+  // first, where it is none of the next few. kNoGroup without any.
+  GroupId written_next() const;
+  // The driver refused a group's copy out: it stays until all are forgiven.
+  void refuse(WeightGroup& group) { group.refused = refused_ = true; }
+  void forgive();
   // The nearest group that is away: of the next few, or before anything else that the link could
   // bring: in forward until the next backward, which memory fills up until; in backward until the
   // use in which a record that is away is needed. kNoGroup where all are home. `far`: it is not of
@@ -78,10 +89,13 @@ class Standing {
     GroupId group;
   };
 
+  bool leaves_later(GroupId id, GroupId other) const;
+
   std::deque<WeightGroup> groups_;  // a deque: they stay where they are
   std::vector<GroupId> spare_;
   std::size_t count_ = 0;
   Bytes bytes_ = 0;
+  bool refused_ = false;  // any
   UseOrder order_;
   std::deque<Mark> marks_;
   Bytes beside_ = 0;  // the most so far in the use that goes on

@@ -50,6 +50,18 @@ Status Transfers::order_behind(Lane& lane, const Block& block) {
   return status == Status::ok ? clocks_.order_after(lane.clock(), block.fence) : status;
 }
 
+// And behind what its foreign users have queued by now. They stay its users.
+Status Transfers::order_behind_users(Lane& lane, const Block& block) {
+  Status status = Status::ok;
+  for (std::uint32_t i = 0; i < clocks_.size() && block.users != 0 && status == Status::ok; ++i) {
+    StreamClock& clock = clocks_.at(i);
+    if (block.used_by(i) && &clock != block.clock) {
+      status = clocks_.order_after(lane.clock(), clock.now());
+    }
+  }
+  return status;
+}
+
 // The same for all of `blocks_`, of each clock the newest point first: it covers the others'.
 Status Transfers::order_behind_newest(Lane& lane) {
   constexpr std::size_t kClocks = 8;  // blocks of further ones are ordered one by one
@@ -237,6 +249,22 @@ Status Transfers::copy_in(Block* block, std::byte* host, Bytes bytes, Lane& lane
   newest_express_ = &lane == &express_ ? arrived->seq : newest_express_;
   block->fence.clear();  // the copy runs behind all of it, and leaves its own tick
   const Status fenced = fence_block(block, *arrived);
+  return status != Status::ok ? status : fenced;
+}
+
+Status Transfers::copy_out(Block* block, std::byte* host, Bytes bytes, Tick* written) {
+  if (holds(Rule::S1)) {
+    Status status = order_behind(out_, *block);
+    if (status == Status::ok) {
+      status = order_behind_users(out_, *block);
+    }
+    if (status != Status::ok) {
+      return status;  // nothing was queued but waits
+    }
+  }
+  copies_.assign(1, Copy{block->address, host, bytes});
+  const Status status = finish(queue(out_, StepClock::Kind::out), out_, written);
+  const Status fenced = fence_block(block, *written);
   return status != Status::ok ? status : fenced;
 }
 

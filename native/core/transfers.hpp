@@ -56,7 +56,9 @@ class Transfers {
   // Queues the copies of the slabs into the blocks, which become the records'. Behind: the blocks'
   // previous users (S3) and the records' own copies out (S4).
   Status copy_in(std::span<const Arrival> arrivals, Lane& lane);
-  // The same for bytes that are no record's: `host` into the block.
+  // The same for bytes that are no record's: the block's first ones to `host`, behind all who work
+  // on the block, who go on working on it; and `host` into the block.
+  Status copy_out(Block* block, std::byte* host, Bytes bytes, Tick* written);
   Status copy_in(Block* block, std::byte* host, Bytes bytes, Lane& lane, Tick* arrived);
   // The waits of the two, for a copy through pageable memory that the caller makes without the
   // lock.
@@ -86,6 +88,7 @@ class Transfers {
  private:
   Status order_behind(Lane& lane, const Block& block);
   Status order_behind_newest(Lane& lane);
+  Status order_behind_users(Lane& lane, const Block& block);
   void collect(const Record& record, Address address);
   Status queue(Lane& lane, StepClock::Kind begins);
   Status finish(Status status, Lane& lane, Tick* tick);

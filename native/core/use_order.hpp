@@ -19,7 +19,7 @@ inline constexpr GroupId kNoGroup = ~GroupId{0};
 
 enum class UseKind : std::uint8_t {
   forward,
-  sampling,  // a forward without gradients
+  sampling,  // a forward without gradients, or an optimizer's step
   backward,  // also what a checkpoint runs again
 };
 

@@ -64,6 +64,8 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   }
   Holding holding(*this, id);  // rule W3: from here on it stays
   const Record* newest = d_.ledger.newest();
+  standing_.forgive();
+  const bool was_home = group.home();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
   while (!group.home()) {
     const Status status = bring(entry, id, consumer, false);
@@ -78,6 +80,9 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   if (holds(Rule::W7) && wait_for(group, clock) != Status::ok) {
     return Status::driver_failed;
   }
+  if (was_home && wait_for_copy_out(group, clock) != Status::ok) {  // it may write
+    return Status::driver_failed;
+  }
   if (&clock != group.block->clock) {
     d_.clocks.add_user(group.block, clock);
   }
@@ -85,6 +90,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   if (begins && home_bytes_ < standing_.bytes()) {
     clock.note_work(group.bytes);  // a fine clock: copies into what leaves can then start early
     bring_ahead(entry, consumer);
+    write_ahead();
   }
   holding.keep();
   return Status::ok;
@@ -104,6 +110,12 @@ Status Weights::wait_for(const WeightGroup& group, StreamClock& clock) {
     d_.stalls.forget(pair);
   }
   return status;
+}
+
+// Rule W4: what reads or writes again what a copy out reads or writes comes behind that.
+Status Weights::wait_for_copy_out(const WeightGroup& group, StreamClock& clock) {
+  return holds(Rule::S4) ? d_.clocks.order_after(clock, {group.out_clock, group.written})
+                         : Status::ok;
 }
 
 // Into memory of the store's. On the lane of what is wanted now, ahead of need too: behind records
@@ -127,7 +139,11 @@ Status Weights::bring(Entry& entry, GroupId id, driver::Stream stream, bool ahea
   }
   Tick arrived;
   try {
-    status = d_.transfers.copy_in(block, group.host, group.bytes, d_.transfers.in(true), &arrived);
+    Lane& lane = d_.transfers.in(true);
+    status = wait_for_copy_out(group, lane.clock());
+    if (status == Status::ok) {
+      status = d_.transfers.copy_in(block, group.host, group.bytes, lane, &arrived);
+    }
   } catch (...) {
     d_.books.give_back(block);
     throw;
@@ -184,8 +200,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
     const GroupId last = standing_.farthest();
     const UseOrder& order = standing_.order();
     if (!beside && last != kNoGroup && order.distance(last) > order.distance(id)) {
-      occupied -= std::min(occupied, standing_.at(last).bytes);
-      put_away(standing_.at(last));
+      occupied -= put_away(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
     } else if (far || !record_leaves(id, &occupied)) {
       return false;
     }
@@ -210,7 +225,9 @@ bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
   if (last == kNoGroup || order.distance(id) > 1 || order.distance(last) <= 1) {
     return false;
   }
-  put_away(standing_.at(last));
+  if (!put_away(standing_.at(last))) {
+    return false;
+  }
   if (d_.gate.due().any()) {
     const Unlocked unlocked(entry);
   }
@@ -246,9 +263,13 @@ bool Weights::record_leaves(GroupId id, Bytes* occupied) {
   return true;
 }
 
-// Rule W2: its memory goes back like any other, behind what names it.
-void Weights::put_away(WeightGroup& group) {
+// Rule W2: its memory goes back like any other, behind what names it. False, and nothing has
+// changed: the driver refused its copy out (rule W4).
+bool Weights::put_away(WeightGroup& group) {
   SH_CHECK(group.may_leave());
+  if (holds(Rule::W4) && group.dirty > 0 && write_back(group) != Status::ok) {
+    return false;
+  }
   Block* block = std::exchange(group.block, nullptr);
   block->owned_by_torch = false;
   block->keep = false;
@@ -262,6 +283,74 @@ void Weights::put_away(WeightGroup& group) {
     block->fence.clear();
   }
   d_.books.give_back(block);
+  return true;
+}
+
+// The host copy gets what changed at home. Nothing waits for it here: the memory has the copy's
+// tick (S2), and so has the group, for its next copy in. Refused half-way the group stays dirty.
+Status Weights::write_back(WeightGroup& group) {
+  Block* block = group.block;
+  block->idle_from = block->clock->upcoming();
+  Tick written;
+  const Status status = d_.transfers.copy_out(block, group.host, group.dirty, &written);
+  if (written.seq != 0) {
+    group.out_clock = written.clock;
+    group.written = written.seq;
+  }
+  if (status != Status::ok) {
+    standing_.refuse(group);
+    return status;
+  }
+  counts_.written_bytes += std::exchange(group.dirty, 0);
+  return status;
+}
+
+// While the lane out has nothing else to do: then it can leave for nothing.
+void Weights::write_ahead() {
+  const GroupId id = standing_.written_next();
+  Lane& out = d_.transfers.out();
+  if (id != kNoGroup && !out.full() && out.clock().passed(out.clock().upcoming() - 1)) {
+    write_back(standing_.at(id));  // refused: it stays dirty
+  }
+}
+
+Status Weights::wrote(GroupId id, Bytes bytes, driver::Stream writer) {
+  if (!standing_.alive(id) || !standing_.at(id).home()) {
+    return Status::stale;
+  }
+  WeightGroup& group = standing_.at(id);
+  StreamClock& clock = d_.clocks.of(writer);
+  if (&clock != group.block->clock) {
+    d_.clocks.add_user(group.block, clock);
+  }
+  group.dirty = std::max(group.dirty, std::min(bytes, group.bytes));
+  return Status::ok;
+}
+
+Status Weights::to_host(Entry& entry, GroupId id) {
+  if (!standing_.alive(id)) {
+    return Status::stale;
+  }
+  WeightGroup& group = standing_.at(id);
+  standing_.forgive();
+  if (group.dirty > 0) {
+    if (const Status status = write_back(group); status != Status::ok) {
+      return status;
+    }
+  }
+  StreamClock& clock = d_.clocks.at(group.out_clock);
+  if (group.written == 0 || clock.known_passed(group.written)) {
+    return Status::ok;
+  }
+  driver::Event event = nullptr;
+  Seq actual = 0;
+  if (const Status status = clock.event_for(group.written, &event, &actual); status != Status::ok) {
+    return status;
+  }
+  const Unlocked unlocked(entry);
+  return event == nullptr || d_.gate.table().event_synchronize(event) == driver::kSuccess
+             ? Status::ok
+             : Status::driver_failed;
 }
 
 GroupId Weights::leaver(bool small_too) {
@@ -280,10 +369,12 @@ GroupId Weights::leaver(bool small_too) {
       !d_.books.victims().leaves_free(*record) ||
       (record->copy.holds_bytes() &&
        !d_.clocks.at(record->copy.written.clock).known_passed(record->copy.written.seq));
-  if (waits && order.turns_before(farthest) && away > 2 * Standing::kAhead) {
+  const bool clean = standing_.at(farthest).dirty == 0;
+  if (waits && clean && order.turns_before(farthest) && away > 2 * Standing::kAhead) {
     return farthest;
   }
-  const bool sooner = standing_.needed_in(record->place) > away;
+  const std::uint32_t needed = standing_.needed_in(record->place);
+  const bool sooner = needed > away || (needed == away && !clean && !waits);
   return sooner ? kNoGroup : farthest;
 }
 
@@ -293,12 +384,17 @@ Bytes Weights::would_give(bool small_too) {
 }
 
 Bytes Weights::make_way(bool small_too, bool last) {
-  const GroupId id = standing_.empty() ? kNoGroup : last ? standing_.farthest() : leaver(small_too);
-  if (id == kNoGroup) {
-    return 0;
+  const auto next = [&] { return last ? standing_.farthest() : leaver(small_too); };
+  for (GroupId id = standing_.empty() ? kNoGroup : next(); id != kNoGroup; id = next()) {
+    WeightGroup& group = standing_.at(id);
+    StreamClock& clock = *group.block->clock;
+    if (put_away(group)) {
+      // As for a record that leaves for a request: then its memory can join its neighbours.
+      d_.clocks.order_after(clock, {group.out_clock, group.written});  // or later: it is fenced
+      return group.bytes;
+    }
   }
-  put_away(standing_.at(id));
-  return standing_.at(id).bytes;
+  return 0;
 }
 
 Bytes Weights::make_way_for(Plan::Place record) {
@@ -310,14 +406,14 @@ Bytes Weights::make_way_for(Plan::Place record) {
   if (needed > Standing::kAhead || standing_.order().distance(farthest) <= needed) {
     return 0;
   }
-  put_away(standing_.at(farthest));
-  return standing_.at(farthest).bytes;
+  return put_away(standing_.at(farthest)) ? standing_.at(farthest).bytes : 0;
 }
 
 void Weights::fit(Entry& entry, Bytes most) {
   if (standing_.empty()) {
     return;
   }
+  standing_.forgive();
   d_.store->look();
   Bytes occupied = d_.counters.occupied;
   while (occupied > most) {
@@ -325,8 +421,7 @@ void Weights::fit(Entry& entry, Bytes most) {
     if (last == kNoGroup) {
       break;
     }
-    occupied -= std::min(occupied, standing_.at(last).bytes);
-    put_away(standing_.at(last));
+    occupied -= put_away(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
   }
   if (d_.gate.due().any()) {
     const Unlocked unlocked(entry);
@@ -334,14 +429,17 @@ void Weights::fit(Entry& entry, Bytes most) {
 }
 
 void Weights::leave_all() {
+  standing_.forgive();
   for (GroupId id = standing_.farthest(); id != kNoGroup; id = standing_.farthest()) {
     put_away(standing_.at(id));
   }
 }
 
 void Weights::drop(GroupId id) {
-  if (standing_.at(id).home()) {
-    put_away(standing_.at(id));
+  WeightGroup& group = standing_.at(id);
+  group.dirty = 0;
+  if (group.home()) {
+    put_away(group);
   }
 }
 

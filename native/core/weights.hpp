@@ -1,7 +1,8 @@
 // Weight groups come and go: walks 6 "a block is entered" and 7 "a weight group leaves". What is
 // decided is core/standing.hpp's; the memory is the store's, like a record's; the copies go on the
-// lanes, behind the same waits. A group leaves for nothing, since its host copy always has the same
-// bytes: nothing but its memory's fences is in the way.
+// lanes, behind the same waits. A clean group leaves for nothing, since its host copy has the same
+// bytes: nothing but its memory's fences is in the way. A dirty one leaves by a copy into its host
+// copy, which its memory's next use and its own next copy in are behind.
 //
 // Guarded by the device's lock. What takes an Entry may give it up.
 #pragma once
@@ -25,6 +26,7 @@ class Weights {
     std::uint64_t loads = 0;  // the group came back, ahead of need or when it was
     std::uint64_t late = 0;   // of them when it was
     std::uint64_t dropped = 0;
+    Bytes written_bytes = 0;  // back to the host
   };
 
   explicit Weights(Device& device) : d_(device) {}
@@ -38,6 +40,10 @@ class Weights {
   // Walk 6. Holds the group, which is at home for work queued on `consumer` from now on.
   Status enter(Entry& entry, GroupId id, UseKind kind, driver::Stream consumer, Address* address);
   void leave(GroupId id);
+  // Work queued on `writer` so far writes to the group's first `bytes`, which somebody holds.
+  Status wrote(GroupId id, Bytes bytes, driver::Stream writer);
+  // Its host copy is as new as it is once this returns: waits for the copy, with the lock given up.
+  Status to_host(Entry& entry, GroupId id);
   // Whether the next group found no room: it is asked for again as a block goes on, whose work
   // gives memory up. Without the lock.
   bool lacks_room() const { return lacks_room_.load(std::memory_order_relaxed); }
@@ -65,6 +71,7 @@ class Weights {
   void fit(Entry& entry, Bytes most);
   // All that are not held; one that nobody holds.
   void leave_all();
+  // Nobody asks for its bytes any more.
   void drop(GroupId id);
 
   const char* broken() const;
@@ -89,13 +96,16 @@ class Weights {
   };
 
   Status wait_for(const WeightGroup& group, StreamClock& clock);
+  Status wait_for_copy_out(const WeightGroup& group, StreamClock& clock);
   GroupId leaver(bool small_too);
   bool fits_beside(GroupId id, Bytes high) const;
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
   bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
-  void put_away(WeightGroup& group);
+  bool put_away(WeightGroup& group);
+  Status write_back(WeightGroup& group);
+  void write_ahead();
 
   Device& d_;
   Standing standing_;

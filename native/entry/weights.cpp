@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <map>
 #include <stdexcept>
 #include <thread>
@@ -156,7 +155,7 @@ WeightGroup* WeightGroup::find_slowly(PyObject* tensor) {
 }
 
 WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
-                         const std::vector<std::string>& texts, int numa_node)
+                         const std::vector<std::string>& texts, int numa_node, std::size_t trained)
     : device_(device) {
   if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size()) {
     throw std::runtime_error("stagehand_alloc: internal error: a weight group of nothing");
@@ -182,6 +181,7 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
       held_.push_back({storage, g_side->identity(tensor.ptr()), bytes_, seen.bytes});
       copies.push_back({seen.address, nullptr, seen.bytes});
       bytes_ += core::round_up(seen.bytes, kAligned);
+      trained_ = held_.size() <= trained ? bytes_ : trained_;
     }
     const driver::Stream stream = current_stream(place_);
     bool copied = false;
@@ -361,24 +361,46 @@ void WeightGroup::end_here() {
   end_windows([&](const WindowKey& key) { return key.first == here; });
 }
 
-void WeightGroup::write_back() {
-  if (open_ == 0) {
+void WeightGroup::written(Bytes bytes) {
+  if (restored_) {
+    return;
+  }
+  ++writes_;
+  if (open_ == 0 || runtime().wrote_weights(id_, bytes, current_stream(place_)) != Status::ok) {
     throw std::runtime_error("stagehand_alloc: internal error: weights that are away were written");
-  }
-  core::Runtime& engine = runtime();
-  const std::array<driver::Stream, 2> streams{current_stream(place_), stream_};
-  const core::Copy copy{address_, host_, bytes_};
-  bool copied = false;
-  {
-    const GilReleased unlocked;
-    copied = engine.read_out({&copy, 1}, streams);
-  }
-  if (!copied) {
-    raise(engine, Status::driver_failed, bytes_);
   }
 }
 
+void WeightGroup::wrote() { written(trained_); }
+
+void WeightGroup::write_back() {
+  written(bytes_);
+  to_host();
+}
+
+// Another thread may write meanwhile.
+void WeightGroup::to_host() {
+  check_process();
+  std::uint64_t before = writes_;
+  do {
+    if (restored_) {
+      return;
+    }
+    core::Runtime& engine = runtime();
+    Status status = Status::ok;
+    before = writes_;
+    {
+      const GilReleased unlocked;
+      status = engine.weights_to_host(id_);
+    }
+    if (status != Status::ok) {
+      raise(engine, status, bytes_);
+    }
+  } while (before != writes_);
+}
+
 bool WeightGroup::restore() {
+  to_host();
   if (open_ + entering_ > 0) {
     return false;
   }
@@ -440,6 +462,7 @@ nb::dict weights(int device) {
   counts["late"] = found.counts.late;
   counts["loaded_bytes"] = found.counts.loaded_bytes;
   counts["dropped"] = found.counts.dropped;
+  counts["written_bytes"] = found.counts.written_bytes;
   return counts;
 }
 
@@ -470,13 +493,17 @@ void bind_weights(nb::module_& module) {
       "is_weight", [](nb::handle tensor) { return WeightGroup::find(tensor.ptr()) != nullptr; },
       nb::arg("tensor"));
   nb::class_<WeightGroup>(module, "WeightGroup", nb::is_weak_referenceable())
-      .def(nb::init<int, const std::vector<nb::object>&, const std::vector<std::string>&, int>(),
-           nb::arg("device"), nb::arg("tensors"), nb::arg("texts"), nb::arg("numa_node") = -1)
+      .def(nb::init<int, const std::vector<nb::object>&, const std::vector<std::string>&, int,
+                    std::size_t>(),
+           nb::arg("device"), nb::arg("tensors"), nb::arg("texts"), nb::arg("numa_node") = -1,
+           nb::arg("trained") = 0)
       .def("enter", &WeightGroup::enter, nb::arg("kind"))
       .def("leave", &WeightGroup::leave)
       .def("touch", [](nb::handle_t<WeightGroup> self) { WeightGroup::touch(self); })
       .def("over", [](nb::handle_t<WeightGroup> self) { WeightGroup::over(self); })
+      .def("wrote", &WeightGroup::wrote)
       .def("write_back", &WeightGroup::write_back)
+      .def("to_host", &WeightGroup::to_host)
       .def("restore", &WeightGroup::restore)
       .def("host", &WeightGroup::host)
       .def_prop_ro("id", &WeightGroup::id)

@@ -1,5 +1,6 @@
-// Weight groups as Python and the hooks see them: the storages of one block's frozen parameters,
-// which are open while somebody holds the group and sealed at all other times.
+// Weight groups as Python and the hooks see them: the storages of one block's parameters, or of
+// what an optimizer keeps of some, which are open while somebody holds the group and sealed at all
+// other times.
 //
 // Storages are opened and sealed with the GIL only, by whoever comes first and goes last. What the
 // engine does with the memory in between touches no storage.
@@ -30,9 +31,10 @@ class WeightGroup {
   static bool over_any(core::Address address);
 
   // Copies the tensors' storages, one each, to host memory that is pinned for good, and seals them
-  // with these texts. Their memory goes back to torch. All or nothing.
+  // with these texts. Their memory goes back to torch. All or nothing. `trained`: so many of the
+  // first ones are.
   WeightGroup(int device, const std::vector<nb::object>& tensors,
-              const std::vector<std::string>& texts, int numa_node);
+              const std::vector<std::string>& texts, int numa_node, std::size_t trained);
   ~WeightGroup();
   WeightGroup(const WeightGroup&) = delete;
   WeightGroup& operator=(const WeightGroup&) = delete;
@@ -54,8 +56,13 @@ class WeightGroup {
   // What this thread still holds for backwards, or for who looks at a node outside of any.
   static void end_here();
 
-  // Its bytes go to the host copy; waits for the GPU. While it is held.
+  // What this thread's stream does so far writes to what is trained: it goes to the host copy
+  // before the group leaves. While it is held.
+  void wrote();
+  // The same of all its tensors, and waits until the host copy has them.
   void write_back();
+  // Waits until the host copy has all that was written.
+  void to_host();
   // The storages get memory of their own with the bytes in it, and the group is over: entering and
   // leaving do nothing from here on. False, and nothing has changed, where it is held.
   bool restore();
@@ -76,6 +83,7 @@ class WeightGroup {
   static WeightGroup* find_slowly(PyObject* tensor);
   void forget();
   static void check_process();
+  void written(core::Bytes bytes);
   core::Runtime& runtime() const;
 
   inline static std::size_t count_ = 0;  // of groups; guarded by the GIL
@@ -86,6 +94,8 @@ class WeightGroup {
   driver::Stream stream_ = nullptr;  // that it was entered on last
   core::GroupId id_ = core::kNoGroup;
   core::Bytes bytes_ = 0;
+  core::Bytes trained_ = 0;   // of them, the first ones
+  std::uint64_t writes_ = 0;  // that were told; guarded by the GIL
   std::byte* host_ = nullptr;
   std::vector<Held> held_;
   std::uint32_t open_ = 0;      // holds that have come to be; guarded by the GIL,

@@ -84,7 +84,8 @@ class PoolStats:
     restored_bytes: int = 0
     dropped_bytes: int = 0
     recomputed_bytes: int = 0
-    weights_loaded_bytes: int = 0  # a part of h2d_bytes; they leave without a copy
+    weights_loaded_bytes: int = 0  # a part of h2d_bytes; they leave without a copy,
+    weights_written_bytes: int = 0  # but for what is trained: a part of d2h_bytes
     d2h_bytes: int = 0  # moved by each lane
     h2d_bytes: int = 0  # the express lane's too
     express_bytes: int = 0
@@ -146,7 +147,8 @@ class PoolStats:
         weights = (
             f"\n  weights {size(self.weights_bytes)}, {size(self.weights_home)} on the GPU (peak "
             f"{size(self.weights_home_peak)}); {self.weights_loads} loads "
-            f"({size(self.weights_loaded_bytes)}), {self.weights_late} late; of the stalls "
+            f"({size(self.weights_loaded_bytes)}), {self.weights_late} late, "
+            f"{size(self.weights_written_bytes)} written back; of the stalls "
             f"{self.weights_wait_ns / 1e6:.1f} ms for them"
             if self.weights_bytes or self.weights_loads
             else ""

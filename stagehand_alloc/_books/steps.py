@@ -169,6 +169,7 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "weights_late": found.weights_late,
         "weights_loaded_bytes": found.weights_loaded_bytes,
         "weights_left": found.weights_left,
+        "weights_written_bytes": found.weights_written_bytes,
         "weights_wait_ms": _ms(found.weights_wait_ns),
     }
 

@@ -20,10 +20,11 @@ _LISTED = 6  # lists of modules that an error names, at most
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor whose storage leaves: a frozen parameter, or a part of one that has several."""
+    """A tensor whose storage leaves: a parameter, or a part of one that has several."""
 
     name: str
     tensor: Tensor
+    trained: bool = False
 
 
 def find(model: nn.Module, asked: object) -> dict[str, nn.Module]:
@@ -74,11 +75,14 @@ def check_apart(blocks: dict[str, nn.Module]) -> None:
                 )
 
 
-def weights_of(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list[Weight]]:
-    """What leaves with each block: frozen parameters whose storages are in that block alone.
+def weights_of(
+    model: nn.Module, blocks: dict[str, nn.Module], trained: bool
+) -> dict[str, list[Weight]]:
+    """What leaves with each block: parameters whose storages are in that block alone.
 
-    What is trained stays, and so do buffers, and what the block shares with others. Raises
-    OffloadError for parameters that somebody else moves already.
+    Those that are trained first, or, where not even ``trained`` ones leave, only frozen ones.
+    Buffers stay, and so does what the block shares with others. Raises OffloadError for parameters
+    that somebody else moves already.
     """
     uses: dict[int, set[str]] = {}
     for name, module in model.named_modules():
@@ -87,9 +91,9 @@ def weights_of(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list
             if tensor is None:
                 continue
             _check(f"{name}.{key}" if name else key, tensor)
-            frozen = key in module._parameters and not tensor.requires_grad
+            leaves = key in module._parameters and (trained or not tensor.requires_grad)
             for part in parts_of(tensor):
-                uses.setdefault(storage_of(part), set()).add(owner if frozen else "")
+                uses.setdefault(storage_of(part), set()).add(owner if leaves else "")
     found: dict[str, list[Weight]] = {}
     taken: set[int] = set()
     for name, block in blocks.items():
@@ -99,7 +103,8 @@ def weights_of(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list
                 storage = storage_of(part)
                 if uses[storage] == {name} and storage not in taken and part.numel() > 0:
                     taken.add(storage)
-                    found[name].append(Weight(key, part))
+                    found[name].append(Weight(key, part, parameter.requires_grad))
+        found[name].sort(key=lambda weight: not weight.trained)
     return {name: weights for name, weights in found.items() if weights}
 
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._extension import native
@@ -18,6 +18,7 @@ from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._weights.blocks import Weight, storage_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
@@ -46,21 +47,26 @@ def end_forwards(outer: int) -> None:
 
 
 def end_cut_short() -> None:
-    """End what was begun and is over: forwards of this thread, and loads.
+    """End what was begun and is over: forwards of this thread, loads, and steps of optimizers.
 
-    An exception out of `load_state_dict` tells no hook, and neither does a KeyboardInterrupt out of
-    a forward. Such a forward has no call on the stack; such a load, none on any thread's.
+    An exception out of `load_state_dict` tells no hook, and neither does one out of a step, or a
+    KeyboardInterrupt out of a forward. Such a forward has no call on the stack; such a load, none
+    on any thread's; such a step, none on its own.
     """
     if registry.loading and not _load_runs():
         with contextlib.ExitStack() as all_of_them:
             for group in list(registry.loading):
                 all_of_them.callback(group.end_load)
+    with contextlib.ExitStack() as all_steps:
+        for step in list(registry.stepping):
+            if not step.runs():
+                all_steps.callback(step.end)
     if not inside():
         return
     running = set()
     # Methods alone, and never this frame: before Python 3.13 `f_locals` is a copy that the frame
     # keeps. Of this one it would be a cycle, and hold the groups that leave below.
-    for frame in _outward(sys._getframe(1)):
+    for frame in outward(sys._getframe(1)):
         if frame.f_code.co_varnames[:1] == ("self",):
             running.add(id(frame.f_locals.get("self")))
     over = [one for one in inside() if (block := one.block()) is None or id(block) not in running]
@@ -78,30 +84,41 @@ def _load_runs() -> bool:
 
     load = nn.Module.load_state_dict.__code__
     # Not by a name: among them is this frame.
-    return any(f.f_code is load for one in sys._current_frames().values() for f in _outward(one))
+    return any(f.f_code is load for one in sys._current_frames().values() for f in outward(one))
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+def outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """The calls that a frame is inside of, itself first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 class Group:
-    """The frozen weights of one block. They are to be had while it is entered, and only then."""
+    """The weights of one block. They are to be had while it is entered, and only then."""
 
     def __init__(
         self, device: int, name: str, block: nn.Module, weights: list[Weight], node: int
     ) -> None:
         self.name = name
+        self.device = device
         self.block = weakref.ref(block)
         self.names = [weight.name for weight in weights]
         self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
+        changing = {weight.name for weight in weights if weight.trained}
+        self._trained = [
+            weakref.ref(p) for n, p in block.named_parameters(prefix=name) if n in changing
+        ]
         self._adapters = [weakref.ref(m) for m in block.modules() if hasattr(m, "merged")]
         self._written = self._writes()
+        self._stepped = _versions(self._trained)
         self.storages = [storage_of(weight.tensor) for weight in weights]
         self.native = native.WeightGroup(
-            device, [weight.tensor for weight in weights], [_text(n) for n in self.names], node
+            device,
+            [weight.tensor for weight in weights],
+            [_text(n) for n in self.names],
+            node,
+            sum(weight.trained for weight in weights),
         )
         for how in _COPIES:  # each looks at the object first
             setattr(block, how, functools.partial(_refuse_copy, name))
@@ -159,15 +176,30 @@ class Group:
             self.native.leave()
 
     def keep_changes(self) -> None:
-        """What was written to a weight while it was at home is on the host too."""
+        """What was written to a weight while it was at home is on the host too.
+
+        Of what is trained: before it leaves.
+        """
         if (now := self._writes()) != self._written:
             self.native.write_back()
             self._written = now
+        if _versions(self._trained) != self._stepped:
+            self.wrote()
 
     def write_back(self) -> None:
         """The same, whether a change shows or not."""
         self.native.write_back()
         self._written = self._writes()
+        self._stepped = _versions(self._trained)
+
+    def wrote(self) -> None:
+        """An optimizer wrote to what is trained: it goes to the host before it leaves."""
+        self.native.wrote()
+        self._stepped = _versions(self._trained)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that leave with the block, and that an optimizer may write to."""
+        return [p for one in self._trained if (p := one()) is not None]
 
     def add_handles(self, *handles: Any) -> None:
         """Of further hooks, which end with the others."""
@@ -180,15 +212,17 @@ class Group:
         if (block := self.block()) is not None:
             for how in _COPIES:
                 vars(block).pop(how, None)
-        self._parameters = []  # torch.utils.swap_tensors wants no weak references to them
+        self._parameters, self._trained = (
+            [],
+            [],
+        )  # torch.utils.swap_tensors wants no weak references to them
 
     def _writes(self) -> tuple[int, list[bool]]:
         """What shows that weights were written to: versions, and which of PEFT's layers are merged,
         since those write through ``.data``, which no version shows.
         """
-        alive = [p for one in self._parameters if (p := one()) is not None]
         adapters = [bool(m.merged) for one in self._adapters if (m := one()) is not None]
-        return sum(p._version for p in alive if not p.is_inference()), adapters
+        return _versions(self._parameters), adapters
 
     def _check_frozen(self) -> None:
         for one in self._parameters:
@@ -202,6 +236,11 @@ class Group:
                     "Set requires_grad before stagehand_alloc.offload(model); "
                     "stagehand_alloc.restore(model) ends what there is.",
                 )
+
+
+def _versions(parameters: Iterable[weakref.ref[nn.Parameter]]) -> int:
+    alive = [p for one in parameters if (p := one()) is not None]
+    return sum(p._version for p in alive if not p.is_inference())
 
 
 def _refuse_copy(name: str, *_: Any) -> None:
@@ -290,6 +329,16 @@ def _text(name: str) -> str:
     )
 
 
+class Step(Protocol):
+    """An optimizer's step that holds weights."""
+
+    def runs(self) -> bool:
+        """Whether it is still on its thread's stack."""
+
+    def end(self) -> None:
+        """It is over."""
+
+
 class Registry:
     """The groups there are, by module and by device. Everything with the GIL."""
 
@@ -297,6 +346,11 @@ class Registry:
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Group] = weakref.WeakKeyDictionary()
         self._groups: dict[int, weakref.WeakSet[Group]] = {}
         self.loading: set[Group] = set()  # that a load_state_dict is inside of, on any thread
+        self.stepping: list[Step] = []  # of optimizers, on any thread
+        self.high: dict[int, int] = {}  # by device, of the last pool
+        self.watched: list[Any] = []  # torch's hooks around every optimizer's step, for good
+        # Optimizers whose step runs in chunks: it holds what it needs itself.
+        self.chunked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, device: int, group: Group) -> None:
         """A block is offloaded: each module in it is of that group."""
@@ -322,6 +376,11 @@ class Registry:
         groups = [group for groups in self._groups.values() for group in groups]
         return [group for group in groups if storage in group.storages]
 
+    def trained(self) -> dict[int, Group]:
+        """The groups of all parameters that are trained and leave, by their ids."""
+        groups = [group for groups in self._groups.values() for group in groups]
+        return {id(p): group for group in groups for p in group.trained()}
+
     def within(self, modules: Iterable[nn.Module]) -> list[Group]:
         """The groups that any of the modules, or of those in them, lies in; each once."""
         found = [self.of(one) for module in modules for one in module.modules()]
@@ -330,6 +389,7 @@ class Registry:
     def begin_step(self, device: int, high: int) -> bool:
         """A pool is entered on this thread; whether there are weights. Raises SizeError."""
         end_cut_short()  # also of models that are gone
+        self.high[device] = high
         groups = list(self._groups.get(device, ()))
         if not groups:
             return False

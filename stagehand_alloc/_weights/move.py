@@ -21,6 +21,7 @@ def move(
     index: int,
     node: int,
     target: torch.device,
+    trained: bool,
 ) -> list[Group]:
     """Make a group of each block. All or nothing: on failure all is where and what it was.
 
@@ -33,7 +34,7 @@ def move(
             block = model.get_submodule(name)
             if any(_elsewhere(module, target) for module in block.modules()):
                 block.to(target)  # parameters stay the same objects; what is in them does not
-            now = _blocks.weights_of(model, {name: block})[name]
+            now = _blocks.weights_of(model, {name: block}, trained)[name]
             names = {weight.name for weight in before}
             was_there = all(weight.tensor.device == target for weight in before)
             now = [weight for weight in now if weight.name in names]

@@ -1,4 +1,4 @@
-"""`offload` and `restore`: a model's frozen weights live on the host, and come when needed."""
+"""`offload` and `restore`: a model's weights live on the host, and come when needed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 from stagehand_alloc._weights import blocks as _blocks
 from stagehand_alloc._weights import state as _state
+from stagehand_alloc._weights import steps as _steps
 from stagehand_alloc._weights.groups import end_cut_short, registry
 from stagehand_alloc._weights.move import move
 
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 _ALIGNED = 512  # of each weight, in a group
 
 
-def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -> Model:
-    """Keep the frozen weights of ``model``'s blocks on the host; returns ``model``.
+def offload(
+    model: Model, *, blocks: object = None, device: DeviceLike = None, trained: bool = False
+) -> Model:
+    """Keep the weights of ``model``'s blocks on the host; returns ``model``.
 
         model = stagehand_alloc.offload(get_peft_model(model, lora))
         with stagehand_alloc.pool(high="12GiB"):
@@ -40,8 +43,9 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
 
     Weights and saved activations share ``high``. A block's weights come before its forward and its
     backward, ahead of need where there is room, and leave for free. What is trained stays on the
-    GPU, as do buffers and what a block shares with others. Losses and gradients are those of the
-    model without it, bit by bit; so are those of `torch.no_grad` forwards.
+    GPU without ``trained=True``, as do buffers and what a block shares with others. Losses and
+    gradients are those of the model without it, bit by bit; so are those of `torch.no_grad`
+    forwards.
 
     Outside of their block's forward and backward the weights cannot be touched: reading or writing
     them raises an error that names the parameter, in any budget. `resident` and `visit` bring them.
@@ -52,6 +56,9 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
         blocks: what comes and goes as a whole. None: the entries of the model's outermost lists of
             modules of one class. Names, a regular expression for whole names, or modules.
         device: default: the GPU that the model is on, or the current CUDA device.
+        trained: what is trained in the blocks leaves, too: by a copy, once it was written to. All
+            that an optimizer has of it is at home at once for its step: `offload_optimizer` takes
+            one chunk after the other. Not the default: it has not been measured on a GPU.
 
     The host copies are pinned, and stay until the model goes or `restore`: they take as many bytes
     as the weights. Waits for the GPU. Called again for the same model it does nothing.
@@ -78,22 +85,26 @@ def offload(model: Model, *, blocks: object = None, device: DeviceLike = None) -
             f"The block {min(offloaded)!r} is offloaded already, and {missing!r} is not.",
             "Call stagehand_alloc.restore(model) first.",
         )
-    weights = _blocks.weights_of(model, found)
+    weights = _blocks.weights_of(model, found, trained)
     if not weights:
         raise OffloadError(
-            f"The {len(found)} blocks of {type(model).__name__} have no frozen weights.",
-            "Freeze the base model first, as PEFT does: trained weights stay on the GPU.",
+            f"The {len(found)} blocks of {type(model).__name__} have no "
+            f"{'' if trained else 'frozen '}weights.",
+            "Freeze the base model first, as PEFT does, or offload what is trained as well: "
+            "offload(model, trained=True).",
         )
     _check_not_offloaded(weights)
-    index = _start(_one_gpu(_blocks.devices_of(model), device))
-    _check_host(weights, _target(index))
+    index = start(one_gpu(_blocks.devices_of(model), device))
+    _check_host(weights, target_of(index))
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         warn(
             "stagehand_alloc: offload() was given a compiled model: one program reads all blocks, "
             "and their weights are away.\n"
             "Compile the blocks instead: for block in model.layers: block.compile()."
         )
-    _move(model, weights, index)
+    _move(model, weights, index, trained)
+    if trained:
+        _steps.watch()
     return model
 
 
@@ -125,7 +136,7 @@ def _check_not_offloaded(weights: dict[str, list[_blocks.Weight]]) -> None:
             )
 
 
-def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
+def one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
     """Where a model goes that is on ``devices`` now. Raises OffloadError for several GPUs."""
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) > 1:
@@ -137,7 +148,7 @@ def _one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
     return next(iter(gpus), None) if asked is None else asked
 
 
-def _start(device: DeviceLike) -> int:
+def start(device: DeviceLike) -> int:
     """The device, with the engine reached the way pools will. Raises OffloadError, ModeError."""
     _storage.load()
     if _install.is_simulated():
@@ -162,7 +173,14 @@ def _start(device: DeviceLike) -> int:
     return index
 
 
-def _target(index: int) -> torch.device:
+def node_of(index: int) -> int:
+    """The NUMA node that is next to the device; -1: nobody knows."""
+    nodes = [] if _install.is_simulated() else _driver.numa_nodes()
+    return nodes[index] if index < len(nodes) else -1
+
+
+def target_of(index: int) -> torch.device:
+    """Where its tensors are."""
     import torch
 
     return torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
@@ -192,11 +210,11 @@ def _check_host(weights: dict[str, list[_blocks.Weight]], target: torch.device) 
         )
 
 
-def _move(model: nn.Module, weights: dict[str, list[_blocks.Weight]], index: int) -> None:
-    nodes = [] if _install.is_simulated() else _driver.numa_nodes()
-    node = nodes[index] if index < len(nodes) else -1
+def _move(
+    model: nn.Module, weights: dict[str, list[_blocks.Weight]], index: int, trained: bool
+) -> None:
     try:
-        made = move(model, weights, index, node, _target(index))
+        made = move(model, weights, index, node_of(index), target_of(index), trained)
     except ValueError as error:
         if "no host memory" not in str(error):
             raise

@@ -29,10 +29,14 @@ class _Save:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         if self._group.native.open:  # somebody may have written to them, as in `resident`
             self._group.write_back()
+        self._group.native.to_host()
         copies = host_copies(self._group)
+        changing = {id(parameter) for parameter in self._group.trained()}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:
-                state[prefix + name] = on_host(parameter, copies)
+                here = on_host(parameter, copies)
+                # The next step's copy out would change it while somebody reads it.
+                state[prefix + name] = here.clone() if id(parameter) in changing else here
 
 
 class _Load:
@@ -62,14 +66,19 @@ def host_copies(group: Group) -> dict[int, Tensor]:
 
     They share the host copy's memory, and keep it.
     """
+    return copies_of(group.native, group.storages)
+
+
+def copies_of(native: Any, storages: list[int]) -> dict[int, Tensor]:
+    """The same of a native group."""
     import ctypes
 
     import torch
 
     copies = {}
-    for storage, (address, size) in zip(group.storages, group.native.host(), strict=True):
+    for storage, (address, size) in zip(storages, native.host(), strict=True):
         memory = (ctypes.c_char * size).from_address(address)
-        memory._group = group.native  # type: ignore[attr-defined]
+        memory._group = native
         copies[storage] = torch.frombuffer(memory, dtype=torch.uint8)
     return copies
 

@@ -1,4 +1,5 @@
-"""Frozen weights on the host: LoRA is plain torch's bit by bit, in a budget it does not fit.
+"""Weights on the host: LoRA, and a model that is trained as a whole, are plain torch's bit by bit,
+in a budget they do not fit.
 
 On torch's own allocator and on the process allocator; the model is 12 blocks of 32 MiB.
 """
@@ -113,6 +114,56 @@ def test_lora_in_a_mem_pool(torch_books: None) -> None:
     model = stagehand_alloc.offload(build())
     pool = stagehand_alloc.pool(high=in_use() + 384 * MIB, mode="mempool")
     assert trained(model, pool) == expected
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer, pool: Any = None) -> list[str]:
+    """Losses of some steps, then all weights and what the optimizer keeps."""
+    import contextlib
+
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(ROWS, WIDTH, device="cuda")
+        with pool or contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+        found.append(digest(loss))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    found += [digest(tensor) for tensor in model.state_dict().values()]
+    for kept in optimizer.state_dict()["state"].values():
+        found += [digest(kept[key]) for key in sorted(kept)]
+    return found
+
+
+def assert_trains_all(fused: bool) -> None:
+    """Weights and gradients are 384 MiB each, the state twice that: more than the budget."""
+    import stagehand_alloc
+    from stagehand_alloc import _native
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=not fused)
+
+    model = build().requires_grad_(True)
+    expected = whole(model, adamw(model))
+    del model
+    before = in_use()
+    model = stagehand_alloc.offload(build(device="cpu").requires_grad_(True), trained=True)
+    optimizer = stagehand_alloc.offload_optimizer(adamw(model))
+    weights = _native.weights(0)
+    assert whole(model, optimizer, stagehand_alloc.pool(high=before + 900 * MIB)) == expected
+    assert _native.weights(0)["written_bytes"] > weights["written_bytes"]
+    assert _native.check_invariants(0) == ""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_is_trained_on_torchs_allocator(torch_books: None, fused: bool) -> None:
+    assert_trains_all(fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_is_trained_on_the_process_allocator(books: None, fused: bool) -> None:
+    assert_trains_all(fused)
 
 
 def test_a_model_on_the_cpu_goes_block_by_block(torch_books: None) -> None:

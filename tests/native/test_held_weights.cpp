@@ -22,6 +22,7 @@ class Model {
       CHECK(rig.runtime->read_out({&copy, 1}, {&s, 1}));
       rig.drop(tensor);
       ids_.push_back(rig.runtime->add_weights(kGroup, copy.host));
+      seeds_.push_back(tensor.seed);
     }
     rig.runtime->presume_weights(ids_);
     rig.torch.release_cached();
@@ -38,9 +39,18 @@ class Model {
   void enter(std::size_t i, driver::Stream on, UseKind kind = UseKind::forward) {
     Address address = 0;
     CHECK_EQ(rig_.runtime->enter_weights(ids_[i], kind, on, &address), Status::ok);
-    CHECK_EQ(stagehand_sim_check(on, address, kGroup, 900 + i), 0);
+    CHECK_EQ(stagehand_sim_check(on, address, kGroup, seeds_[i]), 0);
+    address_ = address;
   }
   void leave(std::size_t i) { rig_.runtime->leave_weights(ids_[i]); }
+  // An optimizer's step: other bytes from here on.
+  void step(std::size_t i, driver::Stream on) {
+    enter(i, on, UseKind::sampling);
+    seeds_[i] += 1000;
+    CHECK_EQ(stagehand_sim_fill(on, address_, kGroup, seeds_[i]), 0);
+    CHECK_EQ(rig_.runtime->wrote_weights(ids_[i], kGroup, on), Status::ok);
+    leave(i);
+  }
   // A step in which each block saves so much.
   void train(driver::Stream s, Bytes saves) {
     std::vector<SavedTensor> saved;
@@ -61,6 +71,8 @@ class Model {
   HeldRig& rig_;
   std::vector<std::byte> host_;
   std::vector<GroupId> ids_;
+  std::vector<std::uint64_t> seeds_;  // of what their bytes are
+  Address address_ = 0;               // of the group that was entered last
 };
 
 const Machine kMachine{.memory = 512_MiB, .classes = {{kHeldBlock}, {64}}, .host_limit = 512_MiB};
@@ -122,6 +134,42 @@ TEST("W10: requests of many sizes stay below the budget, whatever lies between t
   };
   stays_below(200_MiB, 6, 3, train,
               [](HeldRig& rig, Model&) { CHECK_EQ(rig.runtime->invariants_broken(), ""); });
+}
+
+TEST(
+    "W4: in torch's cache too what an optimizer wrote comes back, and without its copy it is "
+    "found") {
+  std::uint64_t found = 0;
+  for (const Rule rule : {Rule::none, Rule::W4}) {
+    for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+      Machine with = kMachine;
+      with.seed = seed;
+      HeldRig rig(with);
+      {
+        Model model(rig);
+        const driver::Stream s = rig.stream();
+        planted_rule = rule;
+        for (int i = 0; i < 3; ++i) {
+          rig.budget(160_MiB, 140_MiB);
+          model.train(s, 20_MiB);
+          rig.runtime->clear_budget();
+          for (std::size_t group = 0; group < kGroups; ++group) {
+            model.step(group, s);
+          }
+          rig.runtime->drop_weights();
+        }
+        planted_rule = Rule::none;
+      }
+      if (rule == Rule::none) {
+        rig.verify();
+      }
+      stagehand_sim_drain();
+      const bool seen =
+          stagehand_sim_hazards(STAGEHAND_SIM_ALL) > 0 || stagehand_sim_mismatches() > 0;
+      found += seen && rule != Rule::none ? 1 : 0;
+    }
+  }
+  CHECK_EQ(found, kSeeds);
 }
 
 TEST("what fits is loaded once") {

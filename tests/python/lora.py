@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from training import digest, gradients
 
@@ -59,6 +61,35 @@ class Model(nn.Module):
     def run(self) -> list[Callable[[Tensor], Tensor]]:
         """The blocks in the order in which they run."""
         return list(self.layers)
+
+
+class Twice(Model):
+    """Each block runs twice: forward goes through them two times."""
+
+    def run(self) -> Any:
+        return [*self.layers, *self.layers]
+
+
+class Dropped(Model):
+    """Some layers are left out at random, others in each step."""
+
+    def run(self) -> Any:
+        return [layer for layer in self.layers if torch.rand(()) > 0.3 or layer is self.layers[0]]
+
+
+class Checkpointed(Model):
+    """Blocks under torch's checkpoint."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def run(self) -> Any:
+        again = functools.partial(
+            torch.utils.checkpoint.checkpoint, use_reentrant=self.use_reentrant
+        )
+        first = self.layers[0]  # whose input asks for no gradient
+        return [first, *(functools.partial(again, layer) for layer in list(self.layers)[1:])]
 
 
 def build(make: Callable[[], nn.Module] = Model) -> Any:

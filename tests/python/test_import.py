@@ -14,7 +14,7 @@ from stagehand_alloc._cli import doctor as _doctor
 PUBLIC = {
     *("allocator", "pool", "keep", "stats", "reset_peak_stats", "load_config"),
     *("checkpoint", "when_needed"),
-    *("offload", "restore", "resident", "visit"),
+    *("offload", "offload_optimizer", "restore", "resident", "visit"),
     *("timeline", "Timeline", "snapshot"),
     *("Pool", "PoolStats", "Config", "LaneLimits", "SavedTensorInfo"),
     *("StepPlan", "PlanLine", "StepStats", "StagehandWarning"),

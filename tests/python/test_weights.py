@@ -17,7 +17,22 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from lora import DEVICE, MIB, TOKENS, WIDTH, Block, Model, build, plain, tokens, trained, watched
+from lora import (
+    DEVICE,
+    MIB,
+    TOKENS,
+    WIDTH,
+    Block,
+    Checkpointed,
+    Dropped,
+    Model,
+    Twice,
+    build,
+    plain,
+    tokens,
+    trained,
+    watched,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from training import digest, evicting_everything, gradients, leaves_nothing
@@ -43,35 +58,6 @@ def leaves_no_weights() -> Iterator[None]:
 
 
 # --- Other ways to write a model
-
-
-class Twice(Model):
-    """Each block runs twice: forward goes through them two times."""
-
-    def run(self) -> Any:
-        return [*self.layers, *self.layers]
-
-
-class Dropped(Model):
-    """Some layers are left out at random, others in each step."""
-
-    def run(self) -> Any:
-        return [layer for layer in self.layers if torch.rand(()) > 0.3 or layer is self.layers[0]]
-
-
-class Checkpointed(Model):
-    """Blocks under torch's checkpoint."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def run(self) -> Any:
-        again = functools.partial(
-            torch.utils.checkpoint.checkpoint, use_reentrant=self.use_reentrant
-        )
-        first = self.layers[0]  # whose input asks for no gradient
-        return [first, *(functools.partial(again, layer) for layer in list(self.layers)[1:])]
 
 
 @dataclasses.dataclass
@@ -219,7 +205,7 @@ def test_tensor_subclasses_leave_with_all_their_storages() -> None:
 def test_tensor_subclasses_on_the_cpu_are_as_before_where_the_host_refuses_to_pin(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+    monkeypatch.setattr(_offload, "target_of", lambda index: torch.device("cpu", index))
     make = functools.partial(Model, block=HalvedBlock)
     model = build(make)
     weight = model.layers[0].up.weight

@@ -350,7 +350,7 @@ def test_resident_that_fails_at_its_second_block_leaves_nothing_held(model: Any,
     assert digest(model(tokens(0))) == digest(build()(tokens(0)))
 
 
-def test_the_end_of_resident_that_fails_for_one_block_leaves_the_others_too(
+def test_the_end_of_resident_that_fails_for_one_block_leaves_all_and_loses_no_write(
     model: Any, gpu: Any
 ) -> None:
     def write() -> None:
@@ -364,7 +364,7 @@ def test_the_end_of_resident_that_fails_for_one_block_leaves_the_others_too(
     assert sum(holds(model)) == 0
     _native.drop_weights(DEVICE)
     written = build()
-    for layer in (written.layers[0], written.layers[2]):
+    for layer in written.layers[:3]:
         layer.up.weight.data.mul_(0.5)
     assert digests(model) == digests(written)
 
@@ -470,14 +470,14 @@ def test_not_a_model() -> None:
 
 
 def test_a_model_goes_to_the_gpu_that_it_is_on_and_may_not_be_on_several() -> None:
-    from stagehand_alloc._weights.offload import _one_gpu
+    from stagehand_alloc._weights.offload import one_gpu
 
     cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
-    assert _one_gpu([cpu], None) is None
-    assert _one_gpu([cpu, second], None) == second
-    assert _one_gpu([cpu, second], 0) == 0
+    assert one_gpu([cpu], None) is None
+    assert one_gpu([cpu, second], None) == second
+    assert one_gpu([cpu, second], 0) == 0
     with pytest.raises(OffloadError, match=r"is on 2 GPUs: cuda:0, cuda:1"):
-        _one_gpu([cpu, first, second], None)
+        one_gpu([cpu, first, second], None)
 
 
 def test_some_blocks_are_offloaded_already(model: Any) -> None:
@@ -549,7 +549,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """All models come from the CPU, and move."""
     from stagehand_alloc._weights import offload as _offload
 
-    monkeypatch.setattr(_offload, "_target", lambda index: torch.device("cpu", index))
+    monkeypatch.setattr(_offload, "target_of", lambda index: torch.device("cpu", index))
 
 
 @pytest.mark.usefixtures("elsewhere")
