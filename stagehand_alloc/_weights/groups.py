@@ -212,10 +212,8 @@ class Group:
         if (block := self.block()) is not None:
             for how in _COPIES:
                 vars(block).pop(how, None)
-        self._parameters, self._trained = (
-            [],
-            [],
-        )  # torch.utils.swap_tensors wants no weak references to them
+        self._parameters = []  # torch.utils.swap_tensors wants no weak references to them
+        self._trained = []
 
     def _writes(self) -> tuple[int, list[bool]]:
         """What shows that weights were written to: versions, and which of PEFT's layers are merged,
@@ -280,8 +278,8 @@ def _hooks(group: Group) -> tuple[Any, Any]:
 class _Gradient:
     """The gradient of what a block was given is there, and of what another returned.
 
-    Autograd runs what was made last first: all of the former's backward came before, also what leads
-    to its other inputs. So its end is told first: it may be the same block, which runs twice.
+    Autograd runs what was made last first: all of the former's backward came before, also what
+    leads to its other inputs. So its end is told first: it may be the same block, which runs twice.
     """
 
     begins: Any = None
@@ -297,10 +295,11 @@ class _Gradient:
 def _tell_of_end(given: Tensor, group: Any) -> None:
     """Of the block's backward, when the gradient of what it was given is there."""
     hooks = (given._backward_hooks or {}).values()
-    told = next((hook for hook in hooks if isinstance(hook, _Gradient)), None)
-    if told is None:
-        given.register_hook(told := _Gradient())
-    told.over.append(group)
+    for hook in hooks:
+        if isinstance(hook, _Gradient):
+            hook.over.append(group)
+            return
+    given.register_hook(_Gradient(over=[group]))  # type: ignore[no-untyped-call]
 
 
 def _tensors(output: Any) -> Iterator[Any]:

@@ -370,11 +370,12 @@ def chosen(kind: Any, **how: Any) -> Make:
 def grouped(model: Any) -> torch.optim.Optimizer:
     """Two groups, the second of what AdamW should not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
     return torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.dim() > 1]},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
-        ],
+        groups,
         lr=1e-2,
     )
 

@@ -67,7 +67,8 @@ def test_a_block_whose_backward_is_over_is_held_no_more(cloned: bool) -> None:
     class Asking(Model):
         def run(self) -> list[Any]:
             between = [lambda x: _Asks.apply(x.view_as(x) if cloned else x, ask)] * 7
-            return [one for pair in zip(self.layers, [*between, nn.Identity()]) for one in pair]
+            after = [*between, nn.Identity()]
+            return [one for pair in zip(self.layers, after, strict=True) for one in pair]
 
     torch.manual_seed(1)
     model = stagehand_alloc.offload(Asking())
