@@ -1,4 +1,5 @@
-"""LoRA on a frozen GPT whose weights and activations share a budget that fits neither.
+"""LoRA on a frozen GPT whose weights and activations share a budget that fits neither; and all of
+it trained, with its optimizer's state in the same budget.
 
     python benchmarks/weights.py [--out FILE] [--quick] [--mode native] [--only CASES]
 
@@ -58,6 +59,7 @@ class Case:
     offload: bool = False
     ring: bool = False
     checkpoint: bool = False
+    full: bool = False  # all is trained, and the optimizer's state streams
     mode: str = "native"
     width: int = 4096
     layers: int = 12
@@ -84,6 +86,9 @@ class Result:
     loaded: float = 0
     h2d: float = 0
     d2h: float = 0
+    dropped: float = 0
+    written: float = 0  # weights and state
+    map_calls: float = 0
     group: int = 0
     weights: int = 0
     digests: list[str] = field(default_factory=list)
@@ -212,7 +217,8 @@ def build(case: Case, device: torch.device) -> nn.Module:
     """On the CPU, block by block to the GPU where it is to be there at all."""
     torch.manual_seed(0)
     with torch.device(device), dtype_of(torch.bfloat16):
-        return Gpt(case)
+        model = Gpt(case)
+    return model.requires_grad_() if case.full else model
 
 
 @contextlib.contextmanager
@@ -247,12 +253,15 @@ def run(case: Case) -> Result:
     if case.ring:
         Ring(list(model.layers), device)  # type: ignore[arg-type]
     if case.offload:
-        stagehand.offload(model)
+        stagehand.offload(model, trained=case.full)
     torch.cuda.empty_cache()
     if case.high:
         around = stagehand.pool(high=int(case.high * GB))
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    if case.offload and case.full:
+        stagehand.offload_optimizer(optimizer)
+    compared = [p for p in parameters if p.numel() <= 1 << 18][:8]
     torch.manual_seed(1)
     batch = torch.randn(1, case.tokens, case.width, device=device, dtype=torch.bfloat16)
     batch.requires_grad_(case.checkpoint)
@@ -279,7 +288,7 @@ def run(case: Case) -> Result:
         result.first = result.first if i else took
         result.digests += [
             digest(loss.reshape(1)),
-            *(digest(p.grad) for p in parameters[:8] if p.grad is not None),
+            *(digest(p.grad) for p in compared if p.grad is not None),
         ]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -325,6 +334,8 @@ class Counted:
         result.overshoot = stats.overshoot_bytes
         result.host_waits = stats.host_waits / STEPS
         result.h2d, result.d2h = stats.h2d_bytes / STEPS, stats.d2h_bytes / STEPS
+        result.dropped, result.map_calls = stats.dropped_bytes / STEPS, stats.map_calls / STEPS
+        result.written = stats.weights_written_bytes / STEPS
         result.loads = (weights["loads"] - self.weights["loads"]) / STEPS
         result.late = (weights["late"] - self.weights["late"]) / STEPS
         result.loaded = (weights["loaded_bytes"] - self.weights["loaded_bytes"]) / STEPS
@@ -383,6 +394,19 @@ def bound(
     )
 
 
+def full_bound(high: float, plain: Result, weights: int, rates: tuple[float, float]) -> float:
+    """The least ms of a step that trains all, in bf16: gradients are as much as the weights, and
+    AdamW's state twice that. What is in use at once and does not fit comes in each of three parts.
+    """
+    into, out = rates
+    saved = plain.held - plain.start
+    room = high * GB - (plain.start - 3 * weights)
+    forward = max(plain.forward, (weights - room) / into, (saved - room) / out)
+    backward = max(plain.backward, (2 * weights + saved - room) / into)
+    step = max(plain.step - plain.forward - plain.backward, (4 * weights - room) / into)
+    return forward + backward + step
+
+
 def bar(text: str, value: float, most: float) -> str:
     return f"{'ok  ' if value <= most else 'MISS'} {text}: {value:.3f} (at most {most})"
 
@@ -396,6 +420,7 @@ def cases(modes: list[str], quick: bool) -> list[Case]:
         Case("plain 1024", short, **small),
         Case("plain checkpoint", long, checkpoint=True, **small),
         Case("ring checkpoint", long, ring=True, checkpoint=True, **small),
+        Case("plain full", long, full=True, **small),
     ]
     for mode in modes:
         of = {"mode": mode, **small}
@@ -405,6 +430,7 @@ def cases(modes: list[str], quick: bool) -> list[Case]:
             Case(f"{mode} activations 12", long, 12 / scale, **of),
             Case(f"{mode} 1024 at 4", short, 4 / scale, True, **of),
             Case(f"{mode} checkpoint 4", long, 4 / scale, True, checkpoint=True, **of),
+            Case(f"{mode} full 24", long, 24 / scale, True, full=True, **of),
         ]
     return made
 
@@ -451,7 +477,16 @@ def bars(
         lines.append(bar("12 GB, of ring of two", cases[0].step / cases[1].step, 0.75))
     if cases := ran(f"{mode} 12", f"{mode} activations 12"):
         lines.append(bar("12 GB, of activations alone", cases[0].step / cases[1].step, 1.0))
+    if cases := ran(f"{mode} full 24", "plain full"):
+        one, whole = cases
+        least_ms = full_bound(24 / scale, whole, weights, rates)
+        lines += [
+            bar("full AdamW at 24 GB, of the bound", one.step / least_ms, 1.15),
+            bar("full AdamW at 24 GB, GB over high", one.overshoot / GB, 0),
+            bar("full AdamW at 24 GB, host waits a step", one.host_waits, 0),
+        ]
     like = {
+        "plain full": [f"{mode} full 24"],
         "plain 8192": [f"{mode} all fits", *(f"{mode} {high}" for high in (12, 10, 8))],
         "plain 1024": [f"{mode} 1024 at 4"],
         "plain checkpoint": [f"{mode} checkpoint 4", "ring checkpoint"],
@@ -501,7 +536,8 @@ def main() -> int:
         print(
             f"{case.name:24} {one.error or ''}step {one.step:7.1f} ms  peak {one.peak / GB:6.2f}  "
             f"reserved {one.reserved / GB:6.2f} GB  loads {one.loads:4.1f} (late {one.late:.1f})  "
-            f"h2d {one.h2d / GB:5.2f} d2h {one.d2h / GB:5.2f} GB  over {one.overshoot / GB:.2f}",
+            f"h2d {one.h2d / GB:5.2f} d2h {one.d2h / GB:5.2f} dropped {one.dropped / GB:5.2f} GB  "
+            f"over {one.overshoot / GB:.2f}  maps {one.map_calls:.0f}",
             flush=True,
         )
     lines = []

@@ -84,8 +84,8 @@ class PoolStats:
     restored_bytes: int = 0
     dropped_bytes: int = 0
     recomputed_bytes: int = 0
-    weights_loaded_bytes: int = 0  # a part of h2d_bytes; they leave without a copy,
-    weights_written_bytes: int = 0  # but for what is trained: a part of d2h_bytes
+    weights_loaded_bytes: int = 0  # a part of h2d_bytes; what is frozen leaves without a copy
+    weights_written_bytes: int = 0  # of what is trained, and of optimizers: a part of d2h_bytes
     d2h_bytes: int = 0  # moved by each lane
     h2d_bytes: int = 0  # the express lane's too
     express_bytes: int = 0
