@@ -67,6 +67,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   standing_.forgive();
   const bool was_home = group.home();
   const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
+  left_instead_ = begins ? 0 : left_instead_;
   while (!group.home()) {
     const Status status = bring(entry, id, consumer, false);
     if (!holding.still()) {
@@ -217,14 +218,16 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
 }
 
 // There is room, but in no one place. What is used next has it where a group lies that is used
-// later: that one would leave for it all the same once its block is reached, and its copy begin
-// only then.
+// later: that one would leave all the same once its block is reached, and the copy begin only then.
+// A few in each use: where no hole comes of it, the others stay.
 bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
   const UseOrder& order = standing_.order();
   const GroupId last = standing_.farthest();
-  if (last == kNoGroup || order.distance(id) > 1 || order.distance(last) <= 1) {
+  if (last == kNoGroup || order.distance(id) > 1 || order.distance(last) <= 1 ||
+      left_instead_ == kLeftInstead) {
     return false;
   }
+  ++left_instead_;
   if (!put_away(standing_.at(last))) {
     return false;
   }

@@ -114,6 +114,8 @@ class Weights {
   Bytes idle_bytes_ = 0;     // of those
   Bytes arriving_idle_ = 0;  // their memory is being made, and may be on the books already
   Bytes arriving_held_ = 0;
+  static constexpr unsigned kLeftInstead = 2;
+  unsigned left_instead_ = 0;  // groups, for the one that is used next, in the use that goes on
   std::atomic<bool> lacks_room_{false};
 };
 

@@ -256,12 +256,8 @@ def _hooks(group: Group) -> tuple[Any, Any]:
 
     def enter(module: nn.Module, inputs: Any) -> None:
         group.enter()
-        for tensor in _tensors(inputs):
-            if (
-                tensor.grad_fn is not None
-            ):  # a leaf may outlive many steps, and would keep all hooks
-                _tell_of_end(tensor, group.native)
-                break
+        if torch.is_grad_enabled() and inside().count(group) == 1:  # not a call of its own
+            _tell_of_end(inputs, group.native)
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         group.leave()
@@ -283,23 +279,35 @@ class _Gradient:
     """
 
     begins: Any = None
-    over: list[Any] = dataclasses.field(default_factory=list)
+    over: list[Any] = dataclasses.field(default_factory=list)  # weak: the tensor may live longer
 
     def __call__(self, gradient: Tensor) -> None:
-        for group in self.over:
-            group.over()
+        for one in self.over:
+            if (group := one()) is not None:
+                group.over()
         if self.begins is not None:
             self.begins.touch()
 
 
-def _tell_of_end(given: Tensor, group: Any) -> None:
-    """Of the block's backward, when the gradient of what it was given is there."""
-    hooks = (given._backward_hooks or {}).values()
-    for hook in hooks:
+def _tell_of_end(inputs: Any, group: Any) -> None:
+    """Of the block's backward, when the gradient of what it is given is there.
+
+    Autograd runs what was made last first, by numbers that each thread counts. So all of the
+    block's backward comes before, if what it is given has a lower one than what this thread makes
+    next. A leaf may outlive many steps, and would keep their hooks.
+    """
+    import torch
+
+    given = next((one for one in _tensors(inputs) if one.grad_fn is not None), None)
+    if given is None or given.grad_fn._sequence_nr() >= torch._C._autograd._get_sequence_nr():
+        return
+    this = weakref.ref(group)
+    for hook in list((given._backward_hooks or {}).values()):  # others may add theirs
         if isinstance(hook, _Gradient):
-            hook.over.append(group)
+            if this not in hook.over:
+                hook.over.append(this)
             return
-    given.register_hook(_Gradient(over=[group]))  # type: ignore[no-untyped-call]
+    given.register_hook(_Gradient(over=[this]))  # type: ignore[no-untyped-call]
 
 
 def _tensors(output: Any) -> Iterator[Any]:
