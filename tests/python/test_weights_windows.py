@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lora import DEVICE, MIB, Block, Model, tokens
+from lora import DEVICE, MIB, WIDTH, Block, Model, tokens
 from torch import Tensor, nn
 
 import stagehand_alloc
@@ -81,6 +81,107 @@ def test_a_block_whose_backward_is_over_is_held_no_more(cloned: bool) -> None:
         loss = model(tokens(0))
     loss.backward()
     assert seen == [0] * 7
+
+
+class _Keeps(torch.autograd.Function):
+    """A frozen product that keeps its weight where no hook sees it, as bitsandbytes does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ask: Any) -> Tensor:
+        ctx.kept = weight, ask
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        weight, ask = ctx.kept
+        ask()
+        return gradients[0] @ weight, None, None
+
+
+def test_a_block_that_calls_itself_is_held_until_its_own_backward_is_over() -> None:
+    class Nested(Block):
+        ask: Any = None
+
+        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+            x = x + _Keeps.apply(x, self.up.weight[:WIDTH], self.ask)
+            return self(x, depth - 1) if depth else x
+
+    model: Any = Model(2, Nested)
+    stagehand_alloc.offload(model)
+    seen: list[int] = []
+    for layer in model.layers:
+        (group,) = registry.within([layer])
+        layer.ask = lambda group=group: seen.append(group.native.open)
+    with stagehand_alloc.pool(high=8 * MIB):
+        loss = model.head(model.layers[1](model.layers[0](torch.randn(4, WIDTH).requires_grad_())))
+    loss.sum().backward()
+    assert seen == [1] * 4
+    stagehand_alloc.restore(model)
+
+
+def test_an_input_made_on_another_thread_ends_no_block_too_early() -> None:
+    class Branched(Block):
+        """What is made first leads to no input, and is needed last."""
+
+        ask: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            branch = _Keeps.apply(self.lora_a.t(), self.up.weight[:WIDTH], self.ask)
+            return x @ self.down.weight + branch.sum()
+
+    block: Any = Branched()
+    model = nn.ModuleList([block])
+    stagehand_alloc.offload(model, blocks=[block])
+    (group,) = registry.within([block])
+    seen: list[int] = []
+    block.ask = lambda: seen.append(group.native.open)
+    made: list[Tensor] = []
+
+    def many_numbers() -> None:
+        x = torch.randn(4, WIDTH).requires_grad_()
+        for _ in range(200):
+            x = x * 1.0
+        made.append(x)
+
+    def train() -> None:
+        with stagehand_alloc.pool(high=8 * MIB):
+            loss = block(made[0]).sum()
+        loss.backward()
+
+    for work in (many_numbers, train):  # a thread's numbers begin at 0
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [1]
+    stagehand_alloc.restore(model)
+
+
+def hooks_of(tensor: Tensor) -> list[Any]:
+    return list((tensor._backward_hooks or {}).values())
+
+
+def test_an_input_that_is_used_again_gathers_no_hooks() -> None:
+    model: Any = stagehand_alloc.offload(Model(2))
+    x = torch.randn(4, WIDTH).requires_grad_() * 1.0
+    with torch.no_grad():
+        for _ in range(3):
+            model.layers[0](x)
+    assert hooks_of(x) == []
+    for _ in range(3):
+        model.layers[0](x).sum().backward(retain_graph=True)
+    (hook,) = hooks_of(x)
+    assert len(hook.over) == 1
+    stagehand_alloc.restore(model)
+
+
+def test_an_input_that_lives_longer_keeps_no_model() -> None:
+    model: Any = stagehand_alloc.offload(Model(2))
+    x = torch.randn(4, WIDTH).requires_grad_() * 1.0
+    model.layers[0](x).sum().backward(retain_graph=True)
+    del model
+    gc.collect()
+    assert _native.weights(DEVICE)["bytes"] == 0
+    x.sum().backward()  # its hooks still run
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "thread"])
