@@ -307,7 +307,7 @@ def _tell_of_end(inputs: Any, group: Any) -> None:
             if this not in hook.over:
                 hook.over.append(this)
             return
-    given.register_hook(_Gradient(over=[this]))  # type: ignore[no-untyped-call]
+    given.register_hook(_Gradient(over=[this]))
 
 
 def _tensors(output: Any) -> Iterator[Any]:
