@@ -121,14 +121,9 @@ def cases_of(modes: tuple[str, ...], scale: Scale = FULL) -> dict[str, Case]:
     }
     long: dict[str, Any] = {"tokens": scale.long, **gpt}
     short: dict[str, Any] = {"tokens": scale.short, **gpt}
+    shape: dict[str, Any] = {**gpt, "tokens": scale.short, "layers": scale.blocks}
     if scale is FULL:  # 393 M parameters a block
-        shape: dict[str, Any] = {
-            "tokens": 768,
-            "width": 5120,
-            "hidden": 28160,
-            "layers": 48,
-            "heads": 40,
-        }
+        shape = {"tokens": 768, "width": 5120, "hidden": 28160, "layers": 48, "heads": 40}
     blocks: dict[str, Any] = {**shape, "checkpoint": True, "warm": 6, "steps": 5}
     few: dict[str, Any] = {"warm": 2, "steps": 4}
     ours: dict[str, Any] = {"kind": "ours", "offload": True}

@@ -141,7 +141,7 @@ def ours(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
         torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
     model = build(case, place.device, torch.device("cpu") if case.offload else None)
     if case.offload:
-        stagehand_alloc.offload(model, device=None if place.simulated else 0, trained=case.full)
+        stagehand_alloc.offload(model, trained=case.full)
     if not place.simulated:
         torch.cuda.empty_cache()
     pool = stagehand_alloc.pool(high=high)

@@ -199,6 +199,11 @@ def test_without_what_it_needs_a_case_is_not_run() -> None:
     assert run.not_run["native full as torchao"] == "'torchao full' was not measured"
 
 
+def test_plain_torch_of_the_file_is_no_base_for_what_is_measured_now() -> None:
+    run = Run(["native 12"], {"plain 8192": PLAIN}, 10)
+    assert run.not_run["native 12"] == "'plain 8192' was not measured"
+
+
 # --- The program
 
 
