@@ -244,7 +244,7 @@ bench: gpu-build
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/suite.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/workloads.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/recompute.py
-	-PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/weights.py --out benchmarks/results/weights.json
+	-PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/weights.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/micro.py
 	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) benchmarks/people.py
 

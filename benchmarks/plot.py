@@ -1,5 +1,5 @@
 """Plots results of suite.py: step time against peak memory, one panel per model. Or one result of
-workloads.py: step time by workload.
+workloads.py: step time by workload. Or one of weights.py: step time against the budget.
 
     python benchmarks/plot.py benchmarks/results/suite.json... [--out OUT.svg]
 
@@ -29,6 +29,7 @@ SERIES: tuple[tuple[Callable[[str], bool], str, dict[str, Any]], ...] = (
 )
 
 
+BUDGETS = (12, 10, 8)  # GB, of weights.py
 TICKS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 8)  # of step time / plain torch, on a logarithmic axis
 
 
@@ -150,6 +151,50 @@ def draw_workloads(result: dict[str, Any], path: pathlib.Path) -> None:
     print(f"written: {path}")
 
 
+def draw_weights(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Write the plot of a result of weights.py: step time over plain torch's, by the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = {name: one for name, one in result["cases"].items() if one["to_plain"]}
+    plain = result["cases"].get("plain 8192")
+    if plain is None or not plain["step"]:
+        return
+    figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    bounds: dict[float, float] = {}
+    for words, label, style in (
+        ("allocator", "process allocator", {"color": "#0b6e99", "marker": "o"}),
+        ("native", "native", {"color": "#7db9d3", "marker": "o"}),
+        ("allocator activations", "activations alone", {"color": "#b03060", "marker": "^"}),
+        ("native activations", "activations alone, native", {"color": "#d9a0b4", "marker": "^"}),
+    ):
+        mine = [cases[f"{words} {high}"] for high in BUDGETS if f"{words} {high}" in cases]
+        points = [(one["high"] / 1e9, one["to_plain"]) for one in mine]
+        bounds.update((one["high"] / 1e9, one["bound_to_plain"]) for one in mine)
+        if points:
+            panel.plot(*zip(*points, strict=True), label=label, linewidth=1.2, **style)
+    drawn = sorted((high, to_plain) for high, to_plain in bounds.items() if to_plain)
+    if drawn:
+        panel.plot(*zip(*drawn, strict=True), "k:", linewidth=1.5, label="bound")
+    if ring := cases.get("ring checkpoint"):
+        at = (ring["reserved"] / 1e9, ring["to_plain"])
+        panel.plot(*at, color="#d98200", marker="s", linestyle="", label="ring of two, checkpoints")
+    label = f"plain torch ({plain['step']:.0f} ms)"
+    panel.plot(plain["reserved"] / 1e9, 1, "k*", markersize=11, label=label)
+    panel.set_xlabel("high, or what was reserved, GB")
+    panel.set_ylabel("step / plain torch's")
+    panel.set_ylim(bottom=0.95)
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=7)
+    place = f"{result['device']}, torch {result['torch']}"
+    panel.set_title(f"LoRA on a frozen GPT, weights in the budget, {place}", fontsize=9)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    print(f"written: {path}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", type=pathlib.Path, nargs="+", metavar="RESULT")
@@ -165,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"plot: {error}", file=sys.stderr)
         return 1
     out = options.out or options.results[0].with_suffix(".svg")
-    (draw if "models" in result else draw_workloads)(result, out)
+    kinds = {"models": draw, "workloads": draw_workloads, "cases": draw_weights}
+    next(drawing for key, drawing in kinds.items() if key in result)(result, out)
     return 0
 
 

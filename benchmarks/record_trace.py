@@ -33,9 +33,10 @@ import sys
 from typing import Any
 
 import torch
-import weights
 import workload_models
 from shapes import MODELS
+from weight_cases import Case
+from weight_models import build
 from workload_cases import CASES
 
 WARM_STEPS = 3
@@ -99,9 +100,9 @@ class Lora:
     """A step of weights.py's model, whose blocks the recorder is told of."""
 
     def __init__(self, tokens: int) -> None:
-        case = weights.Case("recorded", tokens)
+        case = Case("recorded", tokens)
         device = torch.device("cuda")
-        self.model = weights.build(case, device)
+        self.model = build(case, device)
         self.batch = torch.randn(1, tokens, case.width, device=device, dtype=torch.bfloat16)
         self.recorder: Recorder | None = None
         layers: Any = self.model.layers

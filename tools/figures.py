@@ -38,6 +38,25 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def weights(found: dict[str, Any]) -> str:
+    """The plot of weights.py, and what a step takes that streams weights and activations."""
+    cases = found["cases"]
+    budgets = []
+    for high in (12, 8):
+        mine = [cases.get(f"{mode} {high}") for mode in ("allocator", "native")]
+        there = [one for one in mine if one is not None and one["to_plain"]]
+        times = [f"{one['to_plain']:.2f}" for one in there]
+        if there:
+            times.append(f"least possible {there[0]['bound_to_plain']:.2f}")
+            budgets.append(f"{high} GB {', '.join(times)}")
+    return (
+        "\n![Step time against the budget, weights in it](benchmarks/results/weights.svg)\n\n"
+        f"*LoRA, its frozen weights offloaded, {found['device']}; plain takes "
+        f"{cases['plain 8192']['reserved'] / 1e9:.1f} GB. A step in mode allocator, native:\n"
+        f"{'; '.join(budgets)}. Of the sources that `weights.json` names.*\n"
+    )
+
+
 def filled(text: str, figures: str, begin: str = BEGIN, end: str = END) -> str:
     """``text`` with ``figures`` between the two marks."""
     before, _, rest = text.partition(begin)
@@ -45,10 +64,15 @@ def filled(text: str, figures: str, begin: str = BEGIN, end: str = END) -> str:
     return before + begin + figures + end + after
 
 
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return found
+
+
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    made = filled(text, table(json.loads((RESULTS / "recompute.json").read_text())))
+    made = filled(text, table(read("recompute.json")) + weights(read("weights.json")))
     if "--check" in sys.argv[1:]:
         return 0 if made == text else 1
     readme.write_text(made)

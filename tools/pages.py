@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Files of the repository that are pages or pictures of the site.
 BROUGHT_IN = (
     *("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
-    *("native/README.md", "benchmarks/results/suite.svg", "benchmarks/results/workloads.svg"),
+    "native/README.md",
+    *(f"benchmarks/results/{name}.svg" for name in ("suite", "workloads", "weights")),
 )
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)#\s]+)(?P<rest>#[^)]*)?(?=\))")
 

@@ -39,7 +39,15 @@ from measures import (  # noqa: E402
 )
 
 LINK = Link(d2h=50e9, h2d=25e9)
-PROGRAMS = ("main_job.py", "transfers.py", "modes.py", "suite.py", "workloads.py", "micro.py")
+PROGRAMS = (
+    "main_job.py",
+    "transfers.py",
+    "modes.py",
+    "suite.py",
+    "workloads.py",
+    "micro.py",
+    "weights.py",
+)
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
