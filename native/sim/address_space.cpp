@@ -86,8 +86,8 @@ void AddressSpace::give(std::uint64_t address, std::uint64_t bytes) {
     munmap(pointer(address), bytes);
     return;
   }
-  mmap(pointer(address), bytes, PROT_NONE,
-       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  mmap(pointer(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+       -1, 0);
   const auto after = free_.lower_bound(address);
   auto merged = free_.emplace_hint(after, address, bytes);
   if (after != free_.end() && address + bytes == after->first) {

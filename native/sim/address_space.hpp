@@ -26,7 +26,7 @@ class AddressSpace {
   void find_range();
 
   std::uint64_t base_ = 0;
-  std::uint64_t bytes_ = 0;  // 0: not looked for yet
+  std::uint64_t bytes_ = 0;                      // 0: not looked for yet
   std::map<std::uint64_t, std::uint64_t> free_;  // begin -> bytes
 };
 
