@@ -42,6 +42,7 @@ def advise(
     records: Sequence[Sequence[int]],
     full: Sequence[int],
     at_ns: Sequence[int],
+    idle: Sequence[Sequence[int]],
     high: int,
     out_bytes_per_ns: float,
     in_bytes_per_ns: float,

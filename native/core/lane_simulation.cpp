@@ -63,7 +63,7 @@ Simulation::Simulation(Grid& grid, std::span<const Fate> fates)
     }
   }
   for (std::size_t b = 0; b < grid.buckets; ++b) {
-    spare_[b] -= std::max(0.0, over_[b]);
+    spare_[b] += grid.ahead - std::max(0.0, over_[b]);
   }
   for (std::uint32_t i = static_cast<std::uint32_t>(grid.count); i < grid.records.size(); ++i) {
     if (grid_.records[i].retained < grid_.records[i].used) {
@@ -91,7 +91,8 @@ Forecast Simulation::run() {
     copy_in(t, grid_.in * (1 + (for_out + more_ns_[t]) / grid_.bucket_ns));
   }
   return {static_cast<std::uint64_t>(late), static_cast<Bytes>(bytes_),
-          static_cast<Bytes>(dropped_), static_cast<std::uint64_t>(again_ns_)};
+          static_cast<Bytes>(dropped_), static_cast<std::uint64_t>(again_ns_),
+          static_cast<Bytes>(weights_)};
 }
 
 // What is asked for now and is not there.
@@ -158,8 +159,10 @@ bool Simulation::weights_leave(std::size_t t) {
 }
 
 void Simulation::go(std::uint32_t i) {
+  const Placed& one = grid_.records[i];
   gone_[i] = true;
-  away_ += grid_.records[i].bytes;
+  away_ += one.bytes;
+  weights_ += one.weights && one.returns ? one.bytes : 0;
 }
 
 void Simulation::leave(std::uint32_t i) {

@@ -51,6 +51,7 @@ class Simulation {
   double bytes_ = 0;
   double dropped_ = 0;
   double again_ns_ = 0;
+  double weights_ = 0;
   std::size_t now_ = 0;
   std::vector<std::size_t> ends_;
 };

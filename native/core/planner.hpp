@@ -53,6 +53,7 @@ struct KnownStep {
   double out_bytes_per_ns = 0;
   double in_bytes_per_ns = 0;
   std::span<const IdleWeights> idle{};
+  Bytes ahead = 0;  // of `high`, kept free for what comes next
 };
 
 // What the lanes carry, in bytes per ns: what was measured last, of whichever step. Until a copy
@@ -97,6 +98,7 @@ struct Forecast {
   Bytes bytes = 0;            // that leave
   Bytes dropped = 0;
   std::uint64_t again_ns = 0;  // to make again what is dropped
+  Bytes weights = 0;           // that left for nothing, and come again in the step
 };
 
 Forecast forecast(const KnownStep& step, std::span<const Fate> fates);

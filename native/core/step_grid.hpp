@@ -58,7 +58,7 @@ struct Grid {
       there += idle[m];
       const std::size_t last = m + 1 < moments ? bucket_of[m + 1] : buckets - 1;
       const double above =
-          static_cast<double>(step.full[m] + there) - static_cast<double>(step.high);
+          static_cast<double>(step.full[m] + there + step.ahead) - static_cast<double>(step.high);
       for (std::size_t b = bucket_of[m]; b <= last; ++b) {
         over[b] = std::max(over[b], above);
       }
@@ -85,6 +85,7 @@ struct Grid {
       records.push_back(placed);
     }
     calls = numbers.size();
+    ahead = static_cast<double>(step.ahead);
     out = step.out_bytes_per_ns * bucket_ns;
     in = step.in_bytes_per_ns * bucket_ns;
   }
@@ -102,6 +103,7 @@ struct Grid {
   double bucket_ns = 1;
   double out = 0;  // bytes in a bucket
   double in = 0;
+  double ahead = 0;                    // that is free for what comes next
   Row over;                            // how much must be away
   std::vector<std::size_t> bucket_of;  // of moments
   std::vector<Placed> records;         // and behind them idle weights

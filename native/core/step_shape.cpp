@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <queue>
+#include <tuple>
 #include <utility>
 
 namespace stagehand::core {
@@ -10,36 +11,70 @@ namespace {
 
 // Of `high`, what no block fits into: recorded steps of six models occupied 98.5 % to 100 % of it.
 constexpr Bytes kHoles = 256;
-// What evicting without a plan comes to: whenever a moment lacks room, the one that is needed last.
+// Changes of what idle weights take, by moment; unsigned, and sums come out right.
+std::vector<Bytes> weights_there(const KnownStep& step) {
+  std::vector<Bytes> change(step.full.size() + 1, 0);
+  for (const IdleWeights& one : step.idle) {
+    change[std::min<std::size_t>(one.from, step.full.size())] += one.bytes;
+    change[std::min<std::size_t>(one.until, step.full.size())] -= one.bytes;
+  }
+  return change;
+}
+
+// What evicting without a plan comes to: whenever a moment lacks room, weights leave that nobody
+// holds, for nothing, and where there are none, records; of each what is needed last.
 std::vector<Fate> needed_last(const KnownStep& step) {
   std::vector<Fate> fates(step.records.size(), Fate::stay);
-  std::vector<std::vector<std::uint32_t>> retained(step.full.size());
-  for (std::uint32_t i = 0; i < step.records.size(); ++i) {
-    const KnownRecord& one = step.records[i];
-    if (one.retained < step.full.size() && one.retained < one.used) {
-      retained[one.retained].push_back(i);
+  struct Candidate {
+    std::uint32_t used = 0;
+    std::uint32_t index = 0;  // of a record, and behind those of weights
+    Bytes bytes = 0;
+    bool weights = false;
+    bool operator<(const Candidate& other) const {
+      return std::tuple(weights, used, index) < std::tuple(other.weights, other.used, other.index);
     }
+  };
+  std::vector<std::vector<Candidate>> from(step.full.size());
+  const auto add = [&](std::uint32_t begin, const Candidate& one) {
+    if (begin < step.full.size() && begin < one.used) {
+      from[begin].push_back(one);
+    }
+  };
+  const auto records = static_cast<std::uint32_t>(step.records.size());
+  for (std::uint32_t i = 0; i < records; ++i) {
+    add(step.records[i].retained, {step.records[i].used, i, step.records[i].bytes});
   }
+  for (std::uint32_t i = 0; i < step.idle.size(); ++i) {
+    add(step.idle[i].from, {step.idle[i].until, records + i, step.idle[i].bytes, true});
+  }
+  const std::vector<Bytes> weights = weights_there(step);
   std::vector<Bytes> back(step.full.size() + 1, 0);
-  std::priority_queue<std::pair<std::uint32_t, std::uint32_t>> candidates;
+  std::priority_queue<Candidate> candidates;
   Bytes away = 0;
+  Bytes there = 0;
   for (std::size_t m = 0; m < step.full.size(); ++m) {
     away -= back[m];
-    for (const std::uint32_t i : retained[m]) {
-      candidates.emplace(step.records[i].used, i);
+    there += weights[m];
+    for (const Candidate& one : from[m]) {
+      candidates.push(one);
     }
-    while (step.full[m] > step.high + away && !candidates.empty() && candidates.top().first > m) {
-      const auto [used, i] = candidates.top();
+    while (step.full[m] + there > step.high + away && !candidates.empty()) {
+      const Candidate one = candidates.top();
       candidates.pop();
-      fates[i] = Fate::leave;
-      away += step.records[i].bytes;
-      back[std::min<std::size_t>(used, step.full.size())] += step.records[i].bytes;
+      if (one.used <= m) {
+        continue;
+      }
+      if (one.index < records) {
+        fates[one.index] = Fate::leave;
+      }
+      away += one.bytes;
+      back[std::min<std::size_t>(one.used, step.full.size())] += one.bytes;
     }
   }
   return fates;
 }
 
-// The most that is in those intervals at once.
+// The most of the records that are in those intervals at once.
 template <class Counts>
 std::vector<Bytes> between(const KnownStep& step, Counts counts) {
   std::vector<Bytes> change(step.full.size() + 1, 0);  // unsigned, and sums come out right
@@ -66,6 +101,23 @@ Bytes largest_that_leaves(const KnownStep& step, std::span<const Fate> fates) {
   return largest;
 }
 
+Bytes largest_that_may_leave(const KnownStep& step) {
+  Bytes largest = 0;
+  for (const KnownRecord& one : step.records) {
+    const bool may = one.retained < step.full.size() && one.retained < one.used;
+    largest = std::max(largest, may ? one.bytes : 0);
+  }
+  return largest;
+}
+
+Bytes largest_idle(const KnownStep& step) {
+  Bytes largest = 0;
+  for (const IdleWeights& one : step.idle) {
+    largest = std::max(largest, one.bytes);
+  }
+  return largest;
+}
+
 }  // namespace
 
 StepShape shape_of(const Trace& trace) {
@@ -74,6 +126,7 @@ StepShape shape_of(const Trace& trace) {
   shape.high = trace.high;
   shape.live_before = trace.live_before;
   trace.known(&shape.records);
+  shape.idle = trace.idle;
   shape.fates = trace.fates();
   shape.full = trace.full;
   shape.held = trace.held;
@@ -90,6 +143,14 @@ Advice advise(KnownStep step) {
   step.high -= step.high / kHoles;
   advice.fates = choose_fates(step, needed_last(step));
   advice.forecast = forecast(step, advice.fates);
+  if (advice.forecast.weights > 0) {
+    // A group comes ahead of its use, a record likewise, and what leaves for it may be there still.
+    step.ahead = std::min(step.high, largest_idle(step) + 2 * largest_that_may_leave(step));
+    KnownStep within = step;
+    within.high -= std::exchange(within.ahead, 0);
+    advice.fates = choose_fates(step, needed_last(within));
+    advice.forecast = forecast(step, advice.fates);
+  }
   // While a record comes back its room is taken, and what leaves for it may be there still.
   step.high -= std::min(step.high, largest_that_leaves(step, advice.fates));
   advice.forecast.late_ns = forecast(step, advice.fates).late_ns;
@@ -97,8 +158,11 @@ Advice advise(KnownStep step) {
       between(step, [&](std::size_t i) { return advice.fates[i] == Fate::leave; });
   advice.host = *std::max_element(copies.begin(), copies.end());
   const std::vector<Bytes> any = between(step, [](std::size_t) { return true; });
+  const std::vector<Bytes> weights = weights_there(step);
+  Bytes there = 0;
   for (std::size_t m = 0; m < step.full.size(); ++m) {
-    advice.fullest = std::max(advice.fullest, step.full[m]);
+    there += weights[m];
+    advice.fullest = std::max(advice.fullest, step.full[m] + there);
     advice.least = std::max(advice.least, step.full[m] - std::min(step.full[m], any[m]));
   }
   advice.least += advice.least / kHoles;

@@ -19,11 +19,12 @@ struct StepShape {
   std::vector<Bytes> full;
   std::vector<Trace::Held> held;
   std::vector<std::uint64_t> at_ns;  // empty: no such step was measured
+  std::vector<IdleWeights> idle;
   LaneRates rates;
   bool rates_known = false;
   StepTotals totals;
 
-  KnownStep known() const { return {records, full, at_ns, high, rates.out, rates.in}; }
+  KnownStep known() const { return {records, full, at_ns, high, rates.out, rates.in, idle}; }
 };
 
 StepShape shape_of(const Trace& trace);
@@ -33,11 +34,11 @@ struct Advice {
   Forecast forecast;
   Bytes host = 0;     // copies that are there at once, at the most
   Bytes least = 0;    // mapped in the fullest moment when all that can be away is
-  Bytes fullest = 0;  // mapped in the fullest moment when nothing is
+  Bytes fullest = 0;  // mapped in the fullest moment when nothing is, weights and all
 };
 
 // What steps like this one settle on inside `step.high`: the first ones have what is needed last
-// leave, and the planner then looks for better.
+// leave, weights before records, and the planner then looks for better.
 Advice advise(KnownStep step);
 
 }  // namespace stagehand::core

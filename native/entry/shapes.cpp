@@ -26,6 +26,8 @@ namespace {
 // KnownRecord, with -1 for never: bytes, retained, used, again_ns, call, rerun_ns, made_of.
 constexpr std::size_t kFields = 6 + core::Made::kInputs;
 using RecordRow = std::array<std::int64_t, kFields>;
+// IdleWeights, likewise: bytes, from, until.
+using IdleRow = std::array<std::int64_t, 3>;
 
 std::int64_t signed_place(std::uint32_t place) {
   return place == core::KnownRecord::kNever ? -1 : static_cast<std::int64_t>(place);
@@ -80,6 +82,12 @@ nb::dict step_shape(int device) {
   found["occupied"] = occupied;
   found["mapped"] = mapped;
   found["at_ns"] = shape.at_ns;
+  std::vector<IdleRow> idle;
+  for (const core::IdleWeights& one : shape.idle) {
+    idle.push_back(
+        {static_cast<std::int64_t>(one.bytes), signed_place(one.from), signed_place(one.until)});
+  }
+  found["idle"] = idle;
   found["out_bytes_per_ns"] = shape.rates_known ? shape.rates.out : 0.0;
   found["in_bytes_per_ns"] = shape.rates_known ? shape.rates.in : 0.0;
   found["all_ns"] = shape.totals.all_ns;
@@ -89,7 +97,8 @@ nb::dict step_shape(int device) {
 }
 
 nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Bytes>& full,
-                const std::vector<std::uint64_t>& at_ns, core::Bytes high, double out, double in) {
+                const std::vector<std::uint64_t>& at_ns, const std::vector<IdleRow>& idle_rows,
+                core::Bytes high, double out, double in) {
   if (full.empty() || full.size() != at_ns.size() || !(out > 0) || !(in > 0)) {
     throw std::invalid_argument("a step has as many times as moments, and lanes that carry some");
   }
@@ -113,10 +122,19 @@ nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Byte
     }
     records.push_back(one);
   }
+  std::vector<core::IdleWeights> idle;
+  for (const IdleRow& row : idle_rows) {
+    if (row[0] <= 0 || row[1] < 0) {
+      throw std::invalid_argument("idle weights have a size, and are so from some moment on");
+    }
+    idle.push_back({static_cast<core::Bytes>(row[0]),
+                    place_of(row[1], full.size(), "where weights are idle"),
+                    place_of(row[2], full.size(), "where weights are used")});
+  }
   core::Advice advice;
   {
     const GilReleased unlocked;
-    advice = core::advise({records, full, at_ns, high, out, in});
+    advice = core::advise({records, full, at_ns, high, out, in, idle});
   }
   nb::dict found;
   nb::list fates;
@@ -128,6 +146,7 @@ nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Byte
   found["again_ns"] = advice.forecast.again_ns;
   found["moved"] = advice.forecast.bytes;
   found["dropped"] = advice.forecast.dropped;
+  found["weights"] = advice.forecast.weights;
   found["host"] = advice.host;
   found["least"] = advice.least;
   found["fullest"] = advice.fullest;
@@ -192,8 +211,8 @@ void bind_shapes(nb::module_& module) {
   module.def("stop_timeline", &stop_timeline, "device"_a);
   module.def("contents", &contents, "device"_a);
   module.def("step_shape", &step_shape, "device"_a);
-  module.def("advise", &advise, "records"_a, "full"_a, "at_ns"_a, "high"_a, "out_bytes_per_ns"_a,
-             "in_bytes_per_ns"_a);
+  module.def("advise", &advise, "records"_a, "full"_a, "at_ns"_a, "idle"_a, "high"_a,
+             "out_bytes_per_ns"_a, "in_bytes_per_ns"_a);
 }
 
 }  // namespace stagehand::entry

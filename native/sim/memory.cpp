@@ -33,7 +33,7 @@ Memory::Memory(const Settings& settings, HazardLog& log, History& history, const
 
 Memory::~Memory() {
   for (const auto& [address, bytes] : reservations_) {
-    munmap(pointer(address), bytes);
+    addresses_.give(address, bytes);
   }
 }
 
@@ -59,22 +59,12 @@ Result Memory::reserve(DevicePtr* address, std::uint64_t bytes, std::uint64_t al
     return kInvalidValue;
   }
   alignment = alignment < kGranularity ? kGranularity : alignment;
-  const std::uint64_t total = bytes + alignment;
-  void* base = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) {
+  const std::uint64_t taken = addresses_.take(bytes, alignment);
+  if (taken == 0) {
     return kOutOfMemory;
   }
-  const auto begin = reinterpret_cast<std::uint64_t>(base);
-  const std::uint64_t aligned = (begin + alignment - 1) / alignment * alignment;
-  if (aligned > begin) {
-    munmap(base, aligned - begin);
-  }
-  const std::uint64_t tail = begin + total - (aligned + bytes);
-  if (tail > 0) {
-    munmap(pointer(aligned + bytes), tail);
-  }
-  reservations_[aligned] = bytes;
-  *address = aligned;
+  reservations_[taken] = bytes;
+  *address = taken;
   return kSuccess;
 }
 
@@ -92,7 +82,7 @@ Result Memory::free_address(DevicePtr address, std::uint64_t bytes) {
                                             range_text({mapping->first, mapping->second.bytes}));
     return kInvalidValue;
   }
-  munmap(pointer(address), bytes);
+  addresses_.give(address, bytes);
   reservations_.erase(it);
   return kSuccess;
 }

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "sim/address_space.hpp"
 #include "sim/hazards.hpp"
 #include "sim/physical.hpp"
 
@@ -109,6 +110,7 @@ class Memory {
   History& history_;
   const VectorClock& host_;
   std::vector<std::unique_ptr<DeviceMemory>> devices_;
+  AddressSpace addresses_;
   std::map<std::uint64_t, std::uint64_t> reservations_;  // address -> bytes
   Mappings mappings_;
   std::unordered_map<PhysicalHandle, std::unique_ptr<Physical>> handles_;

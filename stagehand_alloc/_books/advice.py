@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagehand_alloc._books.runs import Run
@@ -49,6 +49,8 @@ class Advised:
     host: int
     """Pinned memory that the copies are in at once."""
 
+    weights: int = 0
+    """Offloaded ones, that leave for nothing and come again."""
     runs_again: bool = False
     """Some of what is dropped may come by a module that runs again."""
 
@@ -74,6 +76,8 @@ class Advice:
     budgets: tuple[Advised, ...]
     may_drop: bool
     """The run measured what can be made again; else all that leaves is moved, in the forecast."""
+    has_weights: bool = False
+    """Some are offloaded: what a step needs has them in it."""
 
 
 def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Advice:
@@ -88,14 +92,6 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
     sizes and times, with the link's rates (`native/core/step_shape`, which also says how far off
     that was). What a step takes outside of forward and backward is added as it was.
     """
-    if run.has_weights():
-        raise TelemetryError(
-            f"{run.file}: {run.name} had {size(int(run.most('weights_bytes')))} of offloaded "
-            "weights. What other budgets would cost such a run cannot be told yet: the forecast "
-            "knows of saved tensors alone, and here weights leave for the same high.",
-            "Train some steps with each budget, and read their reports. Without offload, where "
-            "the model fits, a run can be forecast.",
-        )
     known = None if run.shape is None else run.shape.known
     if run.shape is None or known is None or not known.at_ns:
         raise TelemetryError(
@@ -104,6 +100,8 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
             + ".",
             "Train at least 8 steps of one kind with pool(telemetry=...), and end them.",
         )
+    if run.has_weights():
+        _check_weights(run, known)
     measured = Link(run.shape.d2h_rate, run.shape.h2d_rate, "as this run measured")
     if link is None and measured.d2h > 0:
         link = measured
@@ -125,7 +123,37 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
         measured_link=link == measured,
         budgets=tuple(_advised(known, high, link, plain_ms, least) for high in wanted),
         may_drop=any(row[_AGAIN_NS] or row[_CALL] for row in known.records),
+        has_weights=run.has_weights(),
     )
+
+
+def _check_weights(run: Run, known: KnownStep) -> None:
+    weights = size(int(run.most("weights_bytes")))
+    if not known.idle:
+        raise TelemetryError(
+            f"{run.file}: {run.name} had {weights} of offloaded weights, and does not say when "
+            "they were used: an older version wrote it, or the last step used none.",
+            "Train at least 8 steps of one kind with pool(telemetry=...), and end them.",
+        )
+    if (written := run.total("weights_written_bytes")) > 0:
+        raise TelemetryError(
+            f"{run.file}: {run.name} wrote {size(int(written))} of trained weights and optimizer "
+            "state to the host. The forecast knows of weights that only come.",
+            "Train some steps with each budget, and read their reports.",
+        )
+
+
+_COLUMNS: dict[str, Callable[[Advised], str]] = {
+    "high": lambda one: size(one.high),
+    "step": lambda one: f"{one.step_ms:.4g} ms",
+    "against plain": lambda one: f"{one.slower:.2f}",
+    "moved": lambda one: size(one.moved),
+    "dropped": lambda one: size(one.dropped) if one.dropped else "-",
+    "weights": lambda one: size(one.weights) if one.weights else "-",
+    "late": lambda one: f"{one.late_ms:.3g} ms",
+    "pinned memory": lambda one: size(one.host),
+    "": lambda one: "" if one.fits else "cannot be held",
+}
 
 
 def _advised(known: KnownStep, high: int, link: Link, plain_ms: float, least: int) -> Advised:
@@ -142,6 +170,7 @@ def _advised(known: KnownStep, high: int, link: Link, plain_ms: float, least: in
         late_ms=late_ms,
         again_ms=again_ms,
         host=int(found["host"]),
+        weights=int(found["weights"]),
         runs_again=any(
             fate == _DROP and row[_CALL] != 0
             for fate, row in zip(found["fates"], known.records, strict=True)
@@ -151,7 +180,13 @@ def _advised(known: KnownStep, high: int, link: Link, plain_ms: float, least: in
 
 def _ask(known: KnownStep, high: int, link: Link) -> dict[str, Any]:
     return native.advise(
-        known.records, known.full, known.at_ns, high, link.d2h / 1e9, link.h2d / 1e9
+        known.records,
+        known.full,
+        known.at_ns,
+        known.idle,
+        high,
+        link.d2h / 1e9,
+        link.h2d / 1e9,
     )
 
 
@@ -165,8 +200,8 @@ def _plain_ms(run: Run, known: KnownStep) -> float:
 
 def text(advice: Advice) -> str:
     """A table of the budgets, and what it rests on."""
-    head = ("high", "step", "against plain", "moved", "dropped", "late", "pinned memory", "")
-    rows = [head, *map(_row, advice.budgets)]
+    columns = [name for name in _COLUMNS if name != "weights" or advice.has_weights]
+    rows = [columns, *([_COLUMNS[name](one) for name in columns] for one in advice.budgets)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     best = max(
@@ -192,16 +227,3 @@ def text(advice: Advice) -> str:
             "A pool drops that where it costs less, unless recompute=False: steps may be quicker.",
         ]
     return "\n".join(told)
-
-
-def _row(one: Advised) -> tuple[str, ...]:
-    return (
-        size(one.high),
-        f"{one.step_ms:.4g} ms",
-        f"{one.slower:.2f}",
-        size(one.moved),
-        size(one.dropped) if one.dropped else "-",
-        f"{one.late_ms:.3g} ms",
-        size(one.host),
-        "" if one.fits else "cannot be held",
-    )

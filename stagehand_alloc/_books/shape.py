@@ -20,7 +20,7 @@ from stagehand_alloc._extension import native
 
 POINTS = 128  # of the curves, at most
 _MOST_MOMENTS = 65536  # of a step whose records are kept: a line stays below some MB
-_RECORD_FIELDS = 9  # native/entry/shapes.cpp
+_RECORD_FIELDS, _IDLE_FIELDS = 9, 3  # native/entry/shapes.cpp
 _LARGEST = 1 << 62
 
 Row = tuple[int, ...]
@@ -36,6 +36,8 @@ class KnownStep:
     """Of each moment: what would be occupied if nothing had left."""
     at_ns: tuple[int, ...]
     """When each begins, of computing alone; empty: such a step was not measured."""
+    idle: tuple[Row, ...] = ()
+    """Offloaded weights that nobody holds: bytes, from, until (moments; -1: to the end)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,8 @@ def read(device: int) -> StepShape | None:
     raw = native.step_shape(device)
     if not raw:
         return None
-    known = KnownStep(tuple(raw["records"]), tuple(raw["full"]), tuple(raw["at_ns"]))
+    rows = (raw[name] for name in ("records", "full", "at_ns", "idle"))
+    known = KnownStep(*map(tuple, rows))
     return StepShape(
         kind=raw["id"],
         high=raw["high"],
@@ -138,7 +141,7 @@ def to_json(shape: StepShape) -> dict[str, Any]:
     found = dataclasses.asdict(shape)
     known = found.pop("known")
     if known is not None:
-        text = json.dumps([known["records"], known["full"], known["at_ns"]], separators=(",", ":"))
+        text = json.dumps(list(known.values()), separators=(",", ":"))
         found["packed"] = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
     return found
 
@@ -183,15 +186,18 @@ def _unpacked(text: str) -> KnownStep:
         raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), 1 << 28)
     except binascii.Error as error:
         raise ValueError(str(error)) from error
-    records, full, at_ns = json.loads(raw)
+    records, full, at_ns, *rest = json.loads(raw)
+    idle = rest[0] if rest else []  # an older version wrote none
     if not full or (at_ns and len(at_ns) != len(full)):
         raise ValueError("a step has as many times as moments")
     if any(len(row) != _RECORD_FIELDS for row in records):
         raise ValueError("a record has other fields")
-    numbers = [*full, *at_ns, *(one for row in records for one in row)]
+    if any(len(row) != _IDLE_FIELDS for row in idle):
+        raise ValueError("idle weights have other fields")
+    numbers = [*full, *at_ns, *(one for row in (*records, *idle) for one in row)]
     if not all(isinstance(one, int) and -1 <= one < _LARGEST for one in numbers):
         raise ValueError("a record has a field that is no number")
-    return KnownStep(tuple(tuple(row) for row in records), tuple(full), tuple(at_ns))
+    return KnownStep(tuple(map(tuple, records)), tuple(full), tuple(at_ns), tuple(map(tuple, idle)))
 
 
 def _number(value: Any) -> Any:

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/step_shape.hpp"
 #include "native/held_rig.hpp"
 #include "native/lora_model.hpp"
 #include "native/one_link.hpp"
@@ -18,7 +19,9 @@ namespace stagehand::core::test {
 struct LoraStep {
   double ms = 0;
   std::uint64_t loads = 0;
-  Bytes in = 0;    // to the GPU, of both kinds
+  Bytes in = 0;       // to the GPU, of both kinds;
+  Bytes weights = 0;  // of those
+  Bytes out = 0;
   Bytes over = 0;  // `high`, at most
 };
 
@@ -250,6 +253,10 @@ class LoraReplay {
 
   // As recorded, without any budget.
   double plain_ms() const { return plain_us_ / 1e3; }
+  StepShape shape() { return rig_.runtime->step_shape(); }
+  void set_high(Bytes high) { high_ = high; }
+  // All that leaves is moved, from here on.
+  void make_nothing_again() { made_of_.clear(); }
 
   LoraStep step() {
     drop_rest();
@@ -268,7 +275,9 @@ class LoraReplay {
     LoraStep done;
     done.ms = static_cast<double>(stagehand_sim_clock_ns() - began) / 1e6;
     done.loads = now.loads - loads.loads;
-    done.in = after.restored_bytes - before.restored_bytes + now.loaded_bytes - loads.loaded_bytes;
+    done.weights = now.loaded_bytes - loads.loaded_bytes;
+    done.in = after.restored_bytes - before.restored_bytes + done.weights;
+    done.out = after.evicted_bytes - before.evicted_bytes;
     done.over = after.mapped_peak - std::min(after.mapped_peak, high_);
     return done;
   }
@@ -353,7 +362,7 @@ class LoraReplay {
 
   Tensors tensors_;
   CoreRig& rig_ = tensors_.rig;
-  const Bytes high_;
+  Bytes high_;
   const std::vector<Event> events_;
   const double plain_us_;
   driver::Stream stream_ = rig_.stream();

@@ -7,6 +7,7 @@
 
 #include "core/step_shape.hpp"
 #include "native/heap_replay.hpp"
+#include "native/lora_replay.hpp"
 
 namespace stagehand::core::test {
 namespace {
@@ -76,6 +77,65 @@ TEST("Llama: likewise") { expect_told("llama.txt", {0.9, 0.75, 0.6, 0.5, 0.45});
 TEST("ViT: likewise at three") { expect_told("vit.txt", {0.9, 0.7, 0.5}); }
 
 TEST("U-Net: likewise at three") { expect_told("unet.txt", {0.9, 0.8, 0.75}); }
+
+// In GB. Weights come in whole groups, and holes decide of some, so bytes are told as they add up.
+void expect_told_with_weights(const LoraModel& model, const std::vector<double>& budgets,
+                              double bytes_apart, double time_apart) {
+  LoraReplay<HeapTensors> replay(model, 24'000'000'000, lora_machine(on_one_link));
+  replay.make_nothing_again();  // a run without pressure does not know how long that takes
+  double plain_ms = 0;
+  for (int i = 0; i < kLearning; ++i) {
+    plain_ms = replay.step().ms;
+  }
+  const StepShape shape = replay.shape();
+  for (const double budget : budgets) {
+    KnownStep known = shape.known();
+    known.high = static_cast<Bytes>(budget * 1e9);
+    known.out_bytes_per_ns = known.in_bytes_per_ns = kBytesPerS / 1e9;
+    const Advice advice = advise(known);
+    replay.set_high(known.high);
+    std::vector<double> bytes;
+    std::vector<double> ms;
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      const LoraStep step = replay.step();
+      if (i >= kSettling) {
+        bytes.push_back(static_cast<double>(step.in));
+        ms.push_back(step.ms);
+      }
+    }
+    const auto told = static_cast<double>(advice.forecast.bytes + advice.forecast.weights);
+    const double told_ms = plain_ms + static_cast<double>(advice.forecast.late_ns) / 1e6;
+    CHECK(advice.forecast.weights > 0);
+    CHECK(near(told, median(bytes), bytes_apart));
+    CHECK(near(told_ms, median(ms), time_apart));
+    CHECK(advice.fullest > known.high);
+    CHECK(advice.least < known.high);
+  }
+}
+
+TEST("LoRA with offloaded weights: bytes within 16 % and time within 10 % at four budgets") {
+  expect_told_with_weights(equal_blocks("lora_8k.txt"), {14, 12, 10, 8}, 0.16, 0.10);
+  expect_told_with_weights(unequal_blocks("lora_8k.txt"), {14, 12, 10, 8}, 0.26, 0.10);
+}
+
+TEST("LoRA that the link bounds: likewise time within 16 %") {
+  expect_told_with_weights(equal_blocks("lora_1k.txt"), {5, 4, 3.5}, 0.25, 0.16);
+}
+
+TEST("weights that nobody holds leave before records, and are in what a step needs") {
+  const std::vector<KnownRecord> records{{64_MiB, 1, 4}};
+  const std::vector<Bytes> full{64_MiB, 128_MiB, 128_MiB, 128_MiB, 64_MiB};
+  const std::vector<std::uint64_t> at_ns{0, 1'000'000, 2'000'000, 3'000'000, 4'000'000};
+  const std::vector<IdleWeights> idle{{64_MiB, 1, 4}};
+  const Advice roomy = advise({records, full, at_ns, 1_GiB, 25, 25, idle});
+  CHECK_EQ(roomy.forecast.weights, 0);
+  CHECK(roomy.fullest >= 192_MiB);
+  const Advice tight = advise({records, full, at_ns, 160_MiB, 25, 25, idle});
+  CHECK_EQ(tight.forecast.weights, 64_MiB);
+  const Advice without = advise({records, full, at_ns, 160_MiB, 25, 25});
+  CHECK_EQ(without.forecast.weights, 0);
+  CHECK_EQ(without.forecast.bytes, 0);
+}
 
 TEST("a budget that holds everything moves nothing, and one below what is live is told") {
   const std::vector<KnownRecord> records{{64_MiB, 1, 4}, {64_MiB, 2, 3}};

@@ -1,7 +1,8 @@
-"""What is told of offloaded weights: statistics, telemetry, the report, and what advise refuses."""
+"""What is told of offloaded weights: statistics, telemetry, the report, and other budgets."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from lora import DEVICE, MIB, Model, trained
 from lora import build as build_of
-from telemetry_lines import GIB, line, shape, with_shape, write
+from telemetry_lines import GIB, known_step, line, shape, with_shape, write
 
 import stagehand_alloc
 from stagehand_alloc import StepStats, TelemetryError, _native
@@ -22,6 +23,7 @@ from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._books.advice import Link
 from stagehand_alloc._books.runs import Run
+from stagehand_alloc._books.shape import StepShape
 from stagehand_alloc._books.stats import PoolStats
 
 ROOM, TIGHT = 64 * MIB, 8 * MIB
@@ -160,8 +162,10 @@ def test_a_run_s_file_is_reported_with_its_weights(
     page = path.with_suffix(".html").read_text()
     assert "Weights" in page
     assert "of weights come a step" in page
-    assert main(["advise", str(path), "--link", "25GB/s"]) == 2
-    assert "of offloaded weights" in capsys.readouterr().err
+    assert main(["advise", str(path), "--link", "25GB/s"]) == 0
+    head, *budgets = capsys.readouterr().out.splitlines()[3:8]
+    assert "weights" in head
+    assert any("KiB" in one or "MiB" in one for one in budgets)
 
 
 def streamed(loaded: int = 8 * GIB, count: int = 8, of: Any = None, **fields: Any) -> Run:
@@ -211,11 +215,56 @@ def test_weights_that_stream_are_moved_though_no_saved_tensor_is() -> None:
     assert all("advise" not in one.todo for one in resident.values())
 
 
-def test_advise_gives_no_figures_for_a_run_with_weights() -> None:
+LINK = Link(25e9, 25e9)
+
+
+def of_idle_weights(layers: int = 8) -> StepShape:
+    """Each layer has 1 GiB of weights beside the one it saves, held in its forward and backward."""
+    known = known_step(layers)
+    end = len(known.full) - 1
+    idle = [
+        (GIB, *span)
+        for i in range(layers)
+        for span in ((0, i), (i + 1, end - i), (end - i + 1, -1))
+        if span[1] == -1 or span[0] < span[1]
+    ]
+    return shape(dataclasses.replace(known, idle=tuple(one for one in idle if one[1] < end)))
+
+
+def test_advise_counts_offloaded_weights_in_what_a_step_needs_and_in_what_comes() -> None:
+    run = streamed(0, of=of_idle_weights(), weights_loads=0)
+    advice = _advice.advise(run, [32 * GIB, 12 * GIB], LINK)
+    alone = _advice.advise(streamed(0, of=shape(), weights_bytes=0), [12 * GIB], LINK)
+    assert advice.needs > alone.needs + 6 * GIB
+    assert advice.least == alone.least
+    roomy, tight = advice.budgets
+    assert (roomy.weights, roomy.moved, roomy.slower) == (0, 0, 1.0)
+    assert 4 * GIB <= tight.weights <= 16 * GIB
+    assert tight.step_ms > alone.budgets[0].step_ms
+    told = _advice.text(advice)
+    assert "weights" in told
+    assert "weights" not in _advice.text(alone)
+
+
+def test_advise_refuses_weights_that_it_is_not_told_the_uses_of_or_that_are_written_back() -> None:
     with pytest.raises(TelemetryError, match=r"10\.00 GiB of offloaded weights") as caught:
-        _advice.advise(streamed(of=shape()), [8 * GIB], Link(25e9, 25e9))
+        _advice.advise(streamed(of=shape()), [8 * GIB], LINK)
     assert len(str(caught.value).splitlines()) == 2
-    assert _advice.advise(streamed(of=shape(), weights_bytes=0), link=Link(25e9, 25e9)).budgets
+    written = streamed(of=of_idle_weights(), weights_written_bytes=GIB)
+    with pytest.raises(TelemetryError, match=r"wrote 8\.00 GiB of trained weights") as caught:
+        _advice.advise(written, [8 * GIB], LINK)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("row", [(GIB, 2), (GIB, "2", 4), (-GIB, 2, 4), (GIB, 99, 4)])
+def test_idle_weights_that_are_broken_give_no_figures(tmp_path: Path, row: Any) -> None:
+    known = dataclasses.replace(known_step(), idle=(row,))
+    path = write(tmp_path / "broken.jsonl", [line(1), with_shape(line(2), shape(known))])
+    (run,) = _runs.read([path]).runs
+    assert run.shape is None or run.shape.known is not None
+    if run.shape is not None:
+        with pytest.raises((TelemetryError, ValueError)):
+            _advice.advise(run, [8 * GIB], LINK)
 
 
 def test_lines_from_before_weights_were_told_are_read(tmp_path: Path) -> None:
