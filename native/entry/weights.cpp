@@ -68,7 +68,7 @@ void end_windows(Which which) {
     window = windows().erase(window);
   }
   for (const nb::object& one : held) {
-    nb::cast<WeightGroup*>(one)->leave();
+    WeightGroup::leave_backward(one);
   }
 }
 
@@ -300,6 +300,24 @@ void WeightGroup::more() const {
   }
 }
 
+// Rule W4. Also at the end of a backward that failed: what the call raises is told of and no more;
+// then all that is trained may have been written to.
+void WeightGroup::leave_backward(nb::handle self) {
+  auto* const group = nb::cast<WeightGroup*>(self);
+  if (group->open_ > 0 && group->before_leave_.is_valid() && !group->before_leave_.is_none() &&
+      !Registry::get().forked()) {
+    try {
+      group->before_leave_();
+    } catch (nb::python_error& error) {
+      if (group->open_ > 0) {
+        group->wrote();
+      }
+      error.discard_as_unraisable("stagehand_alloc: the end of a backward");
+    }
+  }
+  group->leave();
+}
+
 void WeightGroup::touch(nb::handle self) {
   auto* const group = nb::cast<WeightGroup*>(self);
   check_process();
@@ -326,14 +344,14 @@ void WeightGroup::touch(nb::handle self) {
   tell_of_end(window, here.second);
   if (window.previous.is_valid()) {
     const nb::object left = std::exchange(window.previous, nb::object());
-    nb::cast<WeightGroup*>(left)->leave();  // first: its memory may be what makes room
+    leave_backward(left);  // first: its memory may be what makes room
   }
   group->enter(kBackward);  // gives the GIL up: the window may be another one by now
   Window& now = windows()[here];
   tell_of_end(now, here.second);
   const nb::object last = std::exchange(now.previous, std::exchange(now.newest, nb::borrow(self)));
   if (last.is_valid()) {
-    nb::cast<WeightGroup*>(last)->leave();
+    leave_backward(last);
   }
 }
 
@@ -346,7 +364,7 @@ void WeightGroup::over(nb::handle self) {
     if (one->is_valid() && one->is(self)) {
       const nb::object left = std::move(*one);
       *one = nb::object();
-      nb::cast<WeightGroup*>(left)->leave();
+      leave_backward(left);
       return;
     }
   }
@@ -501,6 +519,8 @@ void bind_weights(nb::module_& module) {
       .def("leave", &WeightGroup::leave)
       .def("touch", [](nb::handle_t<WeightGroup> self) { WeightGroup::touch(self); })
       .def("over", [](nb::handle_t<WeightGroup> self) { WeightGroup::over(self); })
+      .def_prop_rw("before_leave", &WeightGroup::before_leave, &WeightGroup::set_before_leave,
+                   nb::arg("call").none())
       .def("wrote", &WeightGroup::wrote)
       .def("write_back", &WeightGroup::write_back)
       .def("to_host", &WeightGroup::to_host)

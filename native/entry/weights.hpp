@@ -53,8 +53,14 @@ class WeightGroup {
   static void over(nb::handle self);
   // The backward with that number is over, on whichever thread it held any.
   static void end_backward(long task);
+  // Such a hold ends.
+  static void leave_backward(nb::handle self);
   // What this thread still holds for backwards, or for who looks at a node outside of any.
   static void end_here();
+  // Called with the GIL where such a hold ends, while it is held still: what ran meanwhile may have
+  // written to it. None: nobody.
+  nb::object before_leave() const { return before_leave_; }
+  void set_before_leave(nb::object call) { before_leave_ = std::move(call); }
 
   // What this thread's stream does so far writes to what is trained: it goes to the host copy
   // before the group leaves. While it is held.
@@ -98,6 +104,7 @@ class WeightGroup {
   std::uint64_t writes_ = 0;  // that were told; guarded by the GIL
   std::byte* host_ = nullptr;
   std::vector<Held> held_;
+  nb::object before_leave_ = nb::none();
   std::uint32_t open_ = 0;      // holds that have come to be; guarded by the GIL,
   std::uint32_t entering_ = 0;  // as are those that come to be
   bool restored_ = false;

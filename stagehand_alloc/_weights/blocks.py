@@ -85,6 +85,7 @@ def weights_of(
     that somebody else moves already.
     """
     uses: dict[int, set[str]] = {}
+    changing: set[int] = set()  # that any parameter over them is trained in
     for name, module in model.named_modules():
         owner = _owner(name, blocks)
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -94,6 +95,8 @@ def weights_of(
             leaves = key in module._parameters and (trained or not tensor.requires_grad)
             for part in parts_of(tensor):
                 uses.setdefault(storage_of(part), set()).add(owner if leaves else "")
+                if tensor.requires_grad:
+                    changing.add(storage_of(part))
     found: dict[str, list[Weight]] = {}
     taken: set[int] = set()
     for name, block in blocks.items():
@@ -103,7 +106,7 @@ def weights_of(
                 storage = storage_of(part)
                 if uses[storage] == {name} and storage not in taken and part.numel() > 0:
                     taken.add(storage)
-                    found[name].append(Weight(key, part, parameter.requires_grad))
+                    found[name].append(Weight(key, part, storage in changing))
         found[name].sort(key=lambda weight: not weight.trained)
     return {name: weights for name, weights in found.items() if weights}
 

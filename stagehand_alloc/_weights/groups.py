@@ -8,14 +8,15 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.sizes import format_bytes
-from stagehand_alloc._weights.blocks import Weight, storage_of
+from stagehand_alloc._tell import warn_once
+from stagehand_alloc._weights.blocks import Weight, parts_of, storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -100,15 +101,24 @@ class Group:
     def __init__(
         self, device: int, name: str, block: nn.Module, weights: list[Weight], node: int
     ) -> None:
+        import torch
+
         self.name = name
         self.device = device
         self.block = weakref.ref(block)
         self.names = [weight.name for weight in weights]
         self._parameters = [weakref.ref(p) for p in block.parameters() if not p.requires_grad]
-        changing = {weight.name for weight in weights if weight.trained}
+        changing = {storage_of(weight.tensor) for weight in weights if weight.trained}
         self._trained = [
-            weakref.ref(p) for n, p in block.named_parameters(prefix=name) if n in changing
+            weakref.ref(p)
+            for p in block.parameters()
+            if any(storage_of(part) in changing for part in parts_of(p))
         ]
+        trained = self.trained()
+        self._device_type = trained[0].device.type if trained else ""
+        # Of them, what autocast would keep a copy of.
+        self.cast_bytes = sum(p.nbytes for p in trained if p.dtype == torch.float32)
+        self._told_of_autocast = False
         self._adapters = [weakref.ref(m) for m in block.modules() if hasattr(m, "merged")]
         self._written = self._writes()
         self._stepped = _versions(self._trained)
@@ -120,6 +130,7 @@ class Group:
             node,
             sum(weight.trained for weight in weights),
         )
+        self.native.before_leave = _weakly(self.after_backward)
         for how in _COPIES:  # each looks at the object first
             setattr(block, how, functools.partial(_refuse_copy, name))
         enter, leave = _hooks(self)
@@ -138,6 +149,8 @@ class Group:
         import torch
 
         self._check_frozen()
+        if self.cast_bytes > 0 and torch.is_autocast_cache_enabled():
+            self._tell_of_autocast()
         if self in registry.loading:
             end_cut_short()
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint runs it again
@@ -186,6 +199,15 @@ class Group:
         if _versions(self._trained) != self._stepped:
             self.wrote()
 
+    def after_backward(self) -> None:
+        """What ran in a backward that held it may have written to it, as `keep_changes` sees.
+
+        What steps in hooks of a parameter may do so through ``.data``, which no version shows.
+        """
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.trained()):
+            self.wrote()
+        self.keep_changes()
+
     def write_back(self) -> None:
         """The same, whether a change shows or not."""
         self.native.write_back()
@@ -222,6 +244,20 @@ class Group:
         adapters = [bool(m.merged) for one in self._adapters if (m := one()) is not None]
         return _versions(self._parameters), adapters
 
+    def _tell_of_autocast(self) -> None:
+        import torch
+
+        if self._told_of_autocast or not torch.is_autocast_enabled(self._device_type):
+            return
+        self._told_of_autocast = True
+        low = torch.get_autocast_dtype(self._device_type)
+        copies = sum(group.cast_bytes for group in registry.on(self.device)) // 4 * low.itemsize
+        warn_once(
+            f"stagehand_alloc: autocast keeps {format_bytes(copies)} of {low} copies of trained "
+            "weights on the GPU until it ends, whatever leaves meanwhile.\n"
+            f'Use torch.autocast("{self._device_type}", cache_enabled=False), or weights in {low}.'
+        )
+
     def _check_frozen(self) -> None:
         for one in self._parameters:
             if (parameter := one()) is not None and parameter.requires_grad:
@@ -234,6 +270,17 @@ class Group:
                     "Set requires_grad before stagehand_alloc.offload(model); "
                     "stagehand_alloc.restore(model) ends what there is.",
                 )
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method, for somebody who must not keep its object."""
+    this = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := this()) is not None:
+            alive()
+
+    return call
 
 
 def _versions(parameters: Iterable[weakref.ref[nn.Parameter]]) -> int:
@@ -346,6 +393,21 @@ class Step(Protocol):
         """It is over."""
 
 
+class Chunked(Protocol):
+    """An optimizer's steps in chunks."""
+
+    calls: int  # that go on
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """A step, as the optimizer's own is called."""
+
+    def step(self, optimizer: torch.optim.Optimizer, own: Callable[[Any], Any]) -> None:
+        """The optimizer's own step, for one chunk after the other."""
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step is its own again."""
+
+
 class Registry:
     """The groups there are, by module and by device. Everything with the GIL."""
 
@@ -356,8 +418,10 @@ class Registry:
         self.stepping: list[Step] = []  # of optimizers, on any thread
         self.high: dict[int, int] = {}  # by device, of the last pool
         self.watched: list[Any] = []  # torch's hooks around every optimizer's step, for good
-        # Optimizers whose step runs in chunks: it holds what it needs itself.
-        self.chunked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Of optimizers whose step runs in chunks: it holds what it needs itself.
+        self.chunked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Chunked] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def add(self, device: int, group: Group) -> None:
         """A block is offloaded: each module in it is of that group."""
@@ -372,6 +436,10 @@ class Registry:
             groups.discard(group)
         for module in [m for m, one in self._of_module.items() if one is group]:
             del self._of_module[module]
+
+    def on(self, device: int) -> list[Group]:
+        """All groups of the device."""
+        return list(self._groups.get(device, ()))
 
     def of(self, module: nn.Module) -> Group | None:
         """The group of the block that the module is or lies in."""
@@ -397,7 +465,7 @@ class Registry:
         """A pool is entered on this thread; whether there are weights. Raises SizeError."""
         end_cut_short()  # also of models that are gone
         self.high[device] = high
-        groups = list(self._groups.get(device, ()))
+        groups = self.on(device)
         if not groups:
             return False
         import torch

@@ -108,13 +108,22 @@ def offload(
     return model
 
 
-def restore(model: nn.Module) -> None:
+def restore(model: nn.Module | torch.optim.Optimizer) -> None:
     """Bring the weights of ``model`` back for good: it is as before `offload`, on the GPU.
 
-    Frees the host copies. Raises OffloadError inside of a forward or a `resident`, and
+    Of an optimizer what it keeps: it is as before `offload_optimizer`. Where neither was done this
+    does nothing.
+
+    Frees the host copies. Raises OffloadError inside of a forward, a `resident` or a step, and
     torch.OutOfMemoryError where they do not fit; what has come back by then stays.
     """
+    import torch
+
     end_cut_short()
+    if isinstance(model, torch.optim.Optimizer):
+        if (steps := registry.chunked.get(model)) is not None:
+            steps.restore(model)
+        return
     native.end_weights_here()
     for group in registry.within([model]):
         if not group.native.restore():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,15 +45,17 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
 
     `state_dict()` has copies in plain host memory, and `load_state_dict()` loads chunk by chunk.
     `zero_grad`, schedulers, `clip_grad_norm_`, GradScaler and hooks of the optimizer are as ever;
-    hooks are called once a step. Gradients stay on the GPU. A step that an exception ends has been
-    done for the chunks before it, as torch's own has for some parameters.
+    hooks are called once a step, and so is a closure, before the first chunk. Gradients stay on the
+    GPU. A step that an exception ends has been done for the chunks before it, as torch's own has
+    for some parameters.
 
-    The host copies are pinned, and stay until the optimizer goes. Where the host has no memory for
-    them, what is kept stays on the GPU, with a warning.
+    The host copies are pinned, and stay until the optimizer goes or `restore(optimizer)`. Where the
+    host has no memory for them, what is kept stays on the GPU, with a warning.
 
     Raises OffloadError for optimizers that compute one parameter from others, such as LBFGS, or
-    that nothing is known of; `step(closure)` does so, too. `step` raises SizeError where one chunk
-    is more than the last pool's ``high``. Called again for the same optimizer it does nothing.
+    that nothing is known of. `step` raises SizeError where one chunk is more than the last pool's
+    ``high``, and OffloadError where somebody calls the step that was there before. Called again for
+    the same optimizer it does nothing.
     """
     import torch
 
@@ -75,8 +77,8 @@ def offload_optimizer(optimizer: Optimizer) -> Optimizer:
             "Put the model on the GPU first: offload(model) does.",
         )
     steps = _Chunks(index)
-    registry.chunked.add(optimizer)
     _install(optimizer, steps)
+    registry.chunked[optimizer] = steps
     watch()
     steps.find(optimizer)
     for chunk in steps.chunks:
@@ -108,29 +110,45 @@ def _check_known(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _install(optimizer: torch.optim.Optimizer, steps: _Chunks) -> None:
-    """Put a step in chunks in the place of the optimizer's own, as schedulers do with theirs."""
+    """Put a step in chunks in the place of the optimizer's own, as schedulers do with theirs.
+
+    It stays there for good: others may have taken it. Once chunks have ended it is the own one.
+    """
     import torch
 
-    step: Any = type(optimizer).step
-    own = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks of steps
+    kind: Any = type(optimizer)
+    # Without the hooks around every step, which are called once for all chunks.
+    own = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
+    this = weakref.ref(optimizer)  # which has it
 
     @functools.wraps(own)
-    def in_chunks(self: Any, closure: Any = None) -> None:
-        if closure is not None:
-            raise OffloadError(
-                "step(closure) computes gradients in the middle of the step.",
-                "Call closure() yourself, and step() after it.",
-            )
-        self._opt_called = True  # what schedulers want to know
-        steps.step(self, own)
+    def in_chunks(self: Any, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:  # each of the known ones begins so
+            with torch.enable_grad():
+                loss = closure()
+        registry.chunked[self].step(self, own)  # held by nothing here: others keep functions
+        return loss
 
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(in_chunks)
-    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-        hooked._wrapped_by_lr_sched = True
-    vars(optimizer)["step"] = types.MethodType(hooked, optimizer)
-    optimizer.register_state_dict_post_hook(steps.saved, prepend=True)
-    optimizer.register_load_state_dict_pre_hook(steps.begin_load)
-    optimizer.register_load_state_dict_post_hook(steps.end_load, prepend=True)
+    # Each chunk would be a program of its own. Twice: torch.compile(optimizer.step) looks into one.
+    apart: Any = torch.compiler.disable
+    steps.hooked = apart(torch.optim.Optimizer.profile_hook_step(in_chunks))
+
+    @functools.wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        self: Any = this()
+        self._opt_called = True  # what schedulers want to know
+        now = registry.chunked.get(self)
+        return kind.step(self, *args, **kwargs) if now is None else now.call(self, *args, **kwargs)
+
+    made = apart(step)
+    made._wrapped_by_lr_sched = True  # so they leave it as it is
+    vars(optimizer)["step"] = made
+    steps.handles = [
+        optimizer.register_state_dict_post_hook(steps.saved, prepend=True),
+        optimizer.register_load_state_dict_pre_hook(steps.begin_load),
+        optimizer.register_load_state_dict_post_hook(steps.end_load, prepend=True),
+    ]
 
 
 @dataclass
@@ -152,11 +170,15 @@ class _Chunks:
 
     def __init__(self, index: int) -> None:
         self.chunks: list[_Chunk] = []
+        self.handles: list[Any] = []  # of hooks
+        self.hooked: Any = None  # the step in chunks, with the hooks around every step
+        self.calls = 0  # of it, that go on
         self._index = index
         self._node = _offload.node_of(index)
         self._known: set[int] = set()  # ids of parameters that are in a chunk
         self._host_is_full = False
         self._loading: tuple[dict[Any, Any], list[Any]] | None = None
+        self._half_loaded = False  # what the optimizer kept is gone, and not all of the other there
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Make chunks of the parameters that are in none yet: a block's, or so many bytes."""
@@ -185,11 +207,41 @@ class _Chunks:
             size += parameter.nbytes
         self.chunks += [*of_block.values(), *rest]
 
+    # Its end ---------------------------------------------------------------------------------
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """All that is kept comes back for good, and the step is the optimizer's own again.
+
+        What an error leaves behind stays as it is, and steps in chunks.
+        """
+        self._check_loaded(optimizer)
+        for chunk in self.chunks:
+            while chunk.kept:
+                if not chunk.kept[-1].native.restore():
+                    raise OffloadError(
+                        f"{type(optimizer).__name__} is in the middle of a step: what it keeps "
+                        "cannot be restored.",
+                        "Call restore() outside of its step.",
+                    )
+                chunk.kept.pop()
+        for handle in self.handles:
+            handle.remove()
+        del registry.chunked[optimizer]
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """A step in chunks."""
+        self.calls += 1
+        try:
+            return self.hooked(*args, **kwargs)
+        finally:
+            self.calls -= 1
+
     # Steps -------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, own: Callable[[Any], Any]) -> None:
         """The optimizer's own step, for one chunk after the other."""
         end_cut_short()
+        self._check_loaded(optimizer)
         self.find(optimizer)
         owners = registry.trained()
         chunks = [c for c in self.chunks if any(p.grad is not None for p in c.parameters)]
@@ -289,6 +341,7 @@ class _Chunks:
 
     def saved(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of this moment: of what is away copies on the host, and of the rest where it is."""
+        self._check_loaded(optimizer)
         here: dict[int, Tensor] = {}
         for kept in (one for chunk in self.chunks for one in chunk.kept):
             kept.native.to_host()
@@ -312,6 +365,7 @@ class _Chunks:
         if self._loading is None:
             return
         (state, ids), self._loading = self._loading, None
+        self._half_loaded = True
         self.find(optimizer)
         groups = optimizer.param_groups
         saved = iter(ids)
@@ -334,6 +388,16 @@ class _Chunks:
                     }
             optimizer.__setstate__({})  # what it does for older checkpoints
             self.keep(optimizer, chunk)
+        self._half_loaded = False
+
+    def _check_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise OffloadError where what is kept is a part of what was to be loaded."""
+        if self._half_loaded:
+            raise OffloadError(
+                f"load_state_dict() of this {type(optimizer).__name__} failed half-way: what it "
+                "kept is gone, and a part of the other is there.",
+                "Call load_state_dict() again.",
+            )
 
 
 def _loaded(

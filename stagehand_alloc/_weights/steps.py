@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from stagehand_alloc._errors import SizeError
+from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._weights.groups import SAMPLING, Group, end_cut_short, outward, registry
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 def watch() -> None:
     """From here on every optimizer's step finds its weights at home."""
+    import torch
     from torch.optim import optimizer
 
+    apart: Any = torch.compiler.disable  # of a step that is compiled, too
     if not registry.watched:
-        registry.watched.append(optimizer.register_optimizer_step_pre_hook(_begin))
-        registry.watched.append(optimizer.register_optimizer_step_post_hook(_end))
+        registry.watched.append(optimizer.register_optimizer_step_pre_hook(apart(_begin)))
+        registry.watched.append(optimizer.register_optimizer_step_post_hook(apart(_end)))
 
 
 class _Step:
@@ -61,9 +63,10 @@ class _Step:
 
 
 def leave_written(group: Group) -> None:
-    """Leave a group that an optimizer may have written to."""
+    """Leave a group that an optimizer may have written to: all trained, others by their version."""
     try:
         group.wrote()
+        group.keep_changes()
     finally:
         group.native.leave()
 
@@ -79,8 +82,16 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[Group]:
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     end_cut_short()
-    groups = [] if optimizer in registry.chunked else groups_of(optimizer)
-    if groups:
+    if (chunked := registry.chunked.get(optimizer)) is not None:
+        if chunked.calls == 0:
+            raise OffloadError(
+                f"The step of this {type(optimizer).__name__} was taken before offload_optimizer() "
+                "put another in its place.",
+                "Call offload_optimizer(optimizer) before what wraps the optimizer, such as "
+                "accelerator.prepare.",
+            )
+        return
+    if groups := groups_of(optimizer):
         _check_fits(optimizer, groups)
         _Step(optimizer, groups)
 

@@ -6,17 +6,32 @@ import contextlib
 import copy
 import functools
 import gc
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from lora import DEVICE, MIB, WIDTH, Checkpointed, Dropped, Model, Twice, build, tokens, watched
+from lora import (
+    DEVICE,
+    MIB,
+    WIDTH,
+    Block,
+    Checkpointed,
+    Dropped,
+    Model,
+    Twice,
+    build,
+    tokens,
+    watched,
+)
 from torch import Tensor, nn
 from training import digest, gradients, leaves_nothing
 
 import stagehand_alloc
 from stagehand_alloc import _native
+from stagehand_alloc._tell import StagehandWarning, warn_once
 from stagehand_alloc._weights.groups import registry
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -705,11 +720,339 @@ def test_optimizers_that_cannot_step_in_chunks_are_refused() -> None:
         stagehand_alloc.offload_optimizer(nn.Linear(1, 1))  # type: ignore[type-var]
     chunks = stagehand_alloc.offload_optimizer(adamw(model))
     assert stagehand_alloc.offload_optimizer(chunks) is chunks
-    with pytest.raises(stagehand_alloc.OffloadError, match="in the middle of the step"):
-        chunks.step(lambda: 0.0)
 
 
 def test_an_optimizer_beside_a_model_that_is_not_offloaded_steps_in_chunks() -> None:
     expected = run(build(full))
     model = build(full)
     assert run(model, stagehand_alloc.pool(), in_chunks(model)) == expected
+
+
+# --- What writes to weights, and to what an optimizer keeps, in other ways
+
+
+def few(block: Callable[[], nn.Module] = Block) -> Any:
+    """Four blocks, of which all is trained that asks for it."""
+    model = Model(4, block)
+    return model.requires_grad_(True) if block is Block else model
+
+
+def away() -> None:
+    """All weights leave that nobody holds: what is not on the host is lost."""
+    _native.drop_weights(DEVICE)
+
+
+def trained_by(model: Any, pool: Any, update: Callable[[], Any], steps: int = 3) -> list[Any]:
+    """Losses, then weights, where ``update`` follows each backward."""
+    found: list[Any] = []
+    for step in range(steps):
+        with pool or contextlib.nullcontext():
+            loss = model(tokens(step))
+        loss.backward()
+        update()
+        found.append(digest(loss))
+        model.zero_grad()
+        away()
+    return [*found, {name: digest(tensor) for name, tensor in model.state_dict().items()}]
+
+
+def in_place(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-0.1)
+    parameter.grad = None
+
+
+def through_data(parameter: Any) -> None:
+    parameter.data.add_(parameter.grad, alpha=-0.1)
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("write", [in_place, through_data])
+def test_what_hooks_of_gradients_write_in_backward_is_kept(write: Callable[[Any], None]) -> None:
+    def stepped(model: Any, pool: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(write)
+        return trained_by(model, pool, lambda: None)
+
+    expected = stepped(build(few), None)
+    assert stepped(offloaded(few), stagehand_alloc.pool(high=8 * MIB)) == expected
+
+
+def test_a_frozen_weight_that_backward_writes_to_is_kept_and_an_error_is_told_of(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stepped(model: Any, pool: Any, begin: Callable[[], None]) -> Any:
+        layer = model.layers[1]
+
+        def write(gradient: Tensor) -> None:
+            begin()
+            with torch.no_grad():
+                layer.up.bias.add_(1.0)
+
+        layer.down.weight.register_hook(write)
+        return trained_by(model, pool, lambda: None, 2)
+
+    def some() -> Any:
+        model = build(few)
+        model.layers[1].up.bias.requires_grad_(False)
+        return model
+
+    told: list[str] = []
+    expected = stepped(some(), None, lambda: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: told.append(str(one.exc_value)))
+    model = stagehand_alloc.offload(some(), trained=True)
+    pool = stagehand_alloc.pool(high=96 * MIB)
+    found = stepped(model, pool, lambda: gpu.fail("cuMemcpyDtoHAsync", nth=1, times=1))
+    assert found == expected
+    assert len(told) == 2
+    assert "the CUDA driver failed" in told[0]
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_an_optimizer_for_each_parameter_steps_in_backward(chunks: bool) -> None:
+    def stepped(model: Any, pool: Any, how: Callable[[Any], Any]) -> Any:
+        optimizers = {p: how(torch.optim.AdamW([p], lr=1e-2)) for p in model.parameters()}
+
+        def step(parameter: Any) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        hooks = [one.register_post_accumulate_grad_hook(step) for one in optimizers]
+        found = trained_by(model, pool, lambda: None)
+        for hook in hooks:  # torch sees no cycle through them
+            hook.remove()
+        return [found, [state_of(one) for one in optimizers.values()]]
+
+    expected = stepped(build(few), None, lambda one: one)
+    how = stagehand_alloc.offload_optimizer if chunks else lambda one: one
+    assert stepped(offloaded(few), stagehand_alloc.pool(high=8 * MIB), how) == expected
+
+
+class Halves(Block):
+    """Two parameters over one storage, the first of which may be frozen."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        both = torch.randn(2 * WIDTH * 4) * 0.05
+        self.first = nn.Parameter(both[: WIDTH * 4].view(WIDTH, 4), requires_grad=not frozen)
+        self.second = nn.Parameter(both[WIDTH * 4 :].view(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + (x @ self.first) @ self.second
+        return out
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_over_one_storage_are_plain_torchs(frozen: bool, chunks: bool) -> None:
+    make = functools.partial(few, functools.partial(Halves, frozen))
+    other = build(make)
+    expected = trained_by(other, None, adamw(other).step)
+    model = offloaded(make)
+    optimizer = (in_chunks if chunks else adamw)(model)
+    assert trained_by(model, stagehand_alloc.pool(high=8 * MIB), optimizer.step) == expected
+
+
+def test_a_frozen_weight_that_an_optimizer_writes_to_is_kept() -> None:
+    class Decay(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.9)
+
+    expected = build(parts)
+    Decay(expected.parameters(), lr=0.1).step()
+    model = offloaded(parts)
+    Decay(model.parameters(), lr=0.1).step()
+    away()
+    found = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    assert found == {name: digest(tensor) for name, tensor in expected.state_dict().items()}
+
+
+# --- Who calls the step, and its end
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_closure_runs_once_and_its_loss_is_returned(chunks: bool) -> None:
+    def stepped(model: Any, pool: Any, optimizer: torch.optim.Optimizer) -> Any:
+        found: list[Any] = []
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                with pool or contextlib.nullcontext():
+                    loss: Tensor = model(tokens(step))
+                loss.backward()
+                found.append(step)
+                return loss
+
+            with torch.no_grad():
+                found.append(digest(optimizer.step(closure)))  # type: ignore[arg-type]
+        return [found, state_of(optimizer)]
+
+    other = build(few)
+    expected = stepped(other, None, adamw(other))
+    model = offloaded(few)
+    optimizer = (in_chunks if chunks else adamw)(model)
+    assert stepped(model, stagehand_alloc.pool(high=12 * MIB), optimizer) == expected
+
+
+def test_a_step_that_somebody_took_before_says_so_and_changes_nothing() -> None:
+    model = offloaded(few)
+    optimizer = adamw(model)
+    step = optimizer.step
+    stagehand_alloc.offload_optimizer(optimizer)
+    with stagehand_alloc.pool(high=8 * MIB):
+        loss = model(tokens(0))
+    loss.backward()
+    before = {name: digest(tensor) for name, tensor in model.state_dict().items()}
+    with pytest.raises(stagehand_alloc.OffloadError, match=r"was taken before offload_optimizer"):
+        step()
+    assert {name: digest(tensor) for name, tensor in model.state_dict().items()} == before
+    optimizer.step()
+
+
+def test_a_compiled_step_in_chunks_is_plain_torchs() -> None:
+    other = build(few)
+    expected = trained_by(other, None, adamw(other).step)
+    model = offloaded(few)
+    optimizer = in_chunks(model)
+    step = torch.compile(optimizer.step, backend="eager")
+    assert trained_by(model, stagehand_alloc.pool(high=8 * MIB), step) == expected
+    torch.compiler.reset()  # it keeps what it has compiled
+
+
+def test_an_optimizer_that_goes_takes_its_host_copies_along() -> None:
+    model = offloaded(few)
+    before = _native.weights(DEVICE)["bytes"]
+    optimizer = in_chunks(model)
+    trained_by(model, None, optimizer.step, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert _native.weights(DEVICE)["bytes"] > before
+        del optimizer
+        assert _native.weights(DEVICE)["bytes"] == before
+    finally:
+        gc.enable()
+
+
+def test_a_restored_optimizer_goes_on_bit_by_bit_and_may_be_offloaded_again() -> None:
+    def stepped(model: Any, pool: Any, optimizer: Any, end: Any, again: Any) -> Any:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        found = trained_by(model, pool, optimizer.step, 2)
+        taken = optimizer.step
+        end(optimizer)
+        kept = [digest(one) for one in optimizer.state[model.layers[2].down.weight].values()]
+        found += trained_by(model, pool, optimizer.step, 1)
+        schedule.step()
+        found += trained_by(model, pool, taken, 1)
+        again(optimizer)
+        found += trained_by(model, pool, taken, 2)
+        return [found, kept, state_of(optimizer)]
+
+    def end(optimizer: Any) -> None:
+        for _ in range(2):  # the second does nothing
+            stagehand_alloc.restore(optimizer)
+            assert _native.weights(DEVICE)["bytes"] == before
+
+    other = build(few)
+    expected = stepped(other, None, adamw(other), lambda _: None, lambda _: None)
+    model = offloaded(few)
+    before = _native.weights(DEVICE)["bytes"]
+    again = stagehand_alloc.offload_optimizer
+    pool = stagehand_alloc.pool(high=32 * MIB)
+    assert stepped(model, pool, in_chunks(model), end, again) == expected
+
+
+def test_an_optimizer_cannot_be_restored_in_the_middle_of_its_step() -> None:
+    def stepped(model: Any, optimizer: Any, restore: Callable[[], None]) -> Any:
+        trained_by(model, None, optimizer.step, 1)
+        groups = optimizer.param_groups
+        found = optimizer._init_group
+
+        def in_the_middle(*args: Any) -> Any:
+            restore()
+            return found(*args)
+
+        optimizer._init_group = in_the_middle
+        found_then = trained_by(model, None, optimizer.step, 1)
+        del optimizer._init_group
+        return [found_then, trained_by(model, None, optimizer.step, 1), groups[0]["lr"]]
+
+    other = build(few)
+    expected = stepped(other, adamw(other), lambda: None)
+    model = offloaded(few)
+    optimizer = in_chunks(model)
+
+    def restore() -> None:
+        with pytest.raises(stagehand_alloc.OffloadError, match="in the middle of a step"):
+            stagehand_alloc.restore(optimizer)
+
+    assert stepped(model, optimizer, restore) == expected
+
+
+def test_what_cannot_come_back_at_its_end_stays_offloaded_and_steps(gpu: Any) -> None:
+    other = build(few)
+    plain = adamw(other)
+    expected = [trained_by(other, None, plain.step, 1), trained_by(other, None, plain.step, 1)]
+    model = offloaded(few)
+    optimizer = in_chunks(model)
+    found = [trained_by(model, None, optimizer.step, 1)]
+    gpu.fail("cuMemcpyHtoDAsync", nth=3, times=1)
+    with pytest.raises(RuntimeError, match="the CUDA driver failed"):
+        stagehand_alloc.restore(optimizer)
+    assert [*found, trained_by(model, None, optimizer.step, 1)] == expected
+    stagehand_alloc.restore(optimizer)
+    assert state_of(optimizer) == state_of(plain)
+
+
+def test_a_load_that_fails_half_way_is_not_trained_on() -> None:
+    other = build(few)
+    plain = adamw(other)
+    expected = trained_by(other, None, plain.step, 1)
+    model = offloaded(few)
+    optimizer = in_chunks(model)
+    assert trained_by(model, None, optimizer.step, 1) == expected
+    saved = optimizer.state_dict()
+    broken = copy.deepcopy(saved)
+    broken["state"][len(broken["state"]) // 2]["exp_avg"] = torch.empty(2, device="meta")
+    with pytest.raises(NotImplementedError):
+        optimizer.load_state_dict(broken)
+    for use in (optimizer.step, optimizer.state_dict, lambda: stagehand_alloc.restore(optimizer)):
+        with pytest.raises(stagehand_alloc.OffloadError, match=r"AdamW failed half-way"):
+            use()
+    with pytest.raises(ValueError, match="parameter group"):  # torch's own, before all
+        optimizer.load_state_dict({**saved, "param_groups": []})
+    optimizer.load_state_dict(saved)
+    found = trained_by(model, None, optimizer.step, 1)
+    assert found == trained_by(other, None, plain.step, 1)
+    assert state_of(optimizer) == state_of(plain)
+
+
+# --- Autocast
+
+
+def cast(model: Any, **how: Any) -> list[str]:
+    """What two steps under autocast warned of."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        patch.setattr(warn_once, "said", set())
+        warnings.simplefilter("always")
+        for step in range(2):
+            with torch.autocast("cpu", **{"dtype": torch.bfloat16, **how}):
+                loss = model(tokens(step))
+            loss.backward()
+    return [str(one.message) for one in seen if one.category is StagehandWarning]
+
+
+def test_copies_that_autocast_keeps_of_trained_weights_are_told_of_once() -> None:
+    (told,) = cast(offloaded(few))
+    assert "autocast keeps 1.01 MiB of torch.bfloat16 copies of trained weights" in told
+    assert "cache_enabled=False" in told
+
+
+def test_autocast_is_not_told_of_where_it_keeps_no_copies() -> None:
+    assert cast(offloaded(few), cache_enabled=False) == []
+    assert cast(offloaded(few), enabled=False) == []
+    assert cast(stagehand_alloc.offload(build())) == []
