@@ -32,12 +32,16 @@ def _simulated() -> SimulatedGpu:
 @pytest.fixture
 def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
     """torch's CPU tensors on the simulated GPU for one test, with no ordering mistake in it."""
+    import stagehand_alloc
     from stagehand_alloc import _native
 
     _simulated.set_seed(SEED)
     _simulated.clear_hazards()
     with _simulated:
         yield _simulated
+        if _native.stats(DEVICE)["host_limit"]:  # else it is the next test's, until its first pool
+            with stagehand_alloc.pool(high="1GiB"):
+                pass
     for symbol in _native.driver_symbols():
         _simulated.fail(symbol, times=0)  # a planned fault that never came is no other test's
     _simulated.drain()

@@ -19,6 +19,9 @@ namespace stagehand::core {
   X(pinned_waste_bytes) X(pageable_bytes) X(former_bytes) X(dropped)                            \
   /* of all weight groups; and of those, at home */                                             \
   X(weights_bytes) X(weights_home)                                                              \
+  /* of their host copies; and what these and slabs may have together: 0 where slabs alone keep */ \
+  /* to a limit */                                                                              \
+  X(weights_pinned_bytes) X(host_limit)                                                         \
   /* counts now */                                                                              \
   X(records) X(handles) X(aliases)                                                              \
   /* bytes per second that the lanes carry, as measured last; 0: not yet */                     \

@@ -12,10 +12,25 @@ Bytes PinnedPool::planned() const {
   return std::accumulate(coming_.begin(), coming_.end(), counters_.pinned_bytes);
 }
 
+// Of slabs, what weights leave.
+Bytes PinnedPool::limit() const {
+  const Bytes weights = with_weights_ ? counters_.weights_pinned_bytes : 0;
+  return host_limit_ - std::min(host_limit_, weights);
+}
+
 // What may still be pinned.
 Bytes PinnedPool::room() const {
-  const Bytes limit = std::min(host_limit_, refused_at_);
-  return held_ ? 0 : limit - std::min(limit, planned());
+  const Bytes most = std::min(limit(), refused_at_);
+  return held_ ? 0 : most - std::min(most, planned());
+}
+
+bool PinnedPool::add_weights(Bytes bytes) {
+  const Bytes left = limit() - std::min(limit(), planned());
+  if (with_weights_ && bytes > left) {
+    return false;
+  }
+  counters_.weights_pinned_bytes += bytes;
+  return true;
 }
 
 Chunk PinnedPool::reserve(std::size_t size, Bytes want) {

@@ -7,8 +7,11 @@
 
 namespace stagehand::core {
 
-void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit, Bytes first) {
+void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit, Bytes first,
+                           bool with_weights) {
   host_limit_ = host_limit;
+  with_weights_ = with_weights;
+  counters_.host_limit = with_weights ? host_limit : 0;
   first_ = first;
   if (sizes_.bytes.empty() || classes.bytes != classes_.bytes) {
     SH_CHECK(chunks_.empty() && growing_ == 0);

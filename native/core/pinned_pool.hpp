@@ -49,7 +49,9 @@ class PinnedPool {
 
   // Other sizes only while there is no chunk. Slabs of the initial counts are due from here on, and
   // more until there are `first` bytes.
-  void configure(const SizeClasses& classes, Bytes host_limit, Bytes first = 0);
+  // `with_weights`: the limit counts the host copies of weights, too.
+  void configure(const SizeClasses& classes, Bytes host_limit, Bytes first = 0,
+                 bool with_weights = false);
   const SizeClasses& classes() const { return classes_; }
 
   // Slabs for `bytes`, appended to `slabs`: as SlabSizes chooses them, or where there is none of
@@ -97,6 +99,11 @@ class PinnedPool {
   // pinned_bytes <= keep, and returns them. The initial counts are not made up for.
   std::vector<Chunk> take_chunks_above(Bytes keep, ClockBank& clocks);
 
+  // So much more host memory is pinned for weights, outside of the pool. False, and it is not
+  // counted: the limit counts it and leaves no room.
+  bool add_weights(Bytes bytes);
+  void remove_weights(Bytes bytes) { counters_.weights_pinned_bytes -= bytes; }
+
   Demand& demand() { return demand_; }
   // Null, or what is wrong. Walks everything.
   const char* broken() const;
@@ -125,12 +132,14 @@ class PinnedPool {
   Bytes free_bytes(std::size_t size) const { return free_[size].size() * sizes_.bytes[size]; }
   Bytes planned() const;
   Bytes room() const;
+  Bytes limit() const;
 
   Counters& counters_;
   SizeClasses classes_;
   SlabSizes sizes_;
   Demand demand_;
   Bytes host_limit_ = kUnlimited;
+  bool with_weights_ = false;
   Bytes refused_at_ = kUnlimited;  // pinned bytes beyond which the driver made no more
   std::uint32_t patience_ = 1;     // how often `retry` is called before it is asked again
   std::uint32_t retries_ = 0;

@@ -263,7 +263,7 @@ std::vector<Chunk> PinnedTier::take_chunks() {
 
 void PinnedTier::configure(const SizeClasses& classes, Bytes host_limit, PinnedOptions options) {
   const Lock lock(mutex_);
-  pool_.configure(classes, host_limit, options.ahead ? options.first : 0);
+  pool_.configure(classes, host_limit, options.ahead ? options.first : 0, options.with_weights);
   options_ = options;
   if (options_.ahead) {
     start_pinner();
@@ -280,6 +280,16 @@ void PinnedTier::unpin(const std::vector<Chunk>& chunks) {
   for (const Chunk& chunk : chunks) {
     unpin_chunk(gate_.table(), chunk);
   }
+}
+
+bool PinnedTier::add_weights(Bytes bytes) {
+  const Lock lock(mutex_);
+  return pool_.add_weights(bytes);
+}
+
+void PinnedTier::remove_weights(Bytes bytes) {
+  const Lock lock(mutex_);
+  pool_.remove_weights(bytes);
 }
 
 void PinnedTier::add_to(Counters* counters) {

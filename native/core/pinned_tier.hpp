@@ -22,6 +22,7 @@ struct PinnedOptions {
   bool ahead = false;  // a thread of our own pins before it is needed; else whoever needs it does
   int numa_node = -1;  // where host memory should come from; -1: anywhere
   Bytes first = 0;     // pinned from the start, beyond the initial counts if those are less
+  bool with_weights = false;  // the host limit counts host copies of weights, too
 };
 
 class Tier {
@@ -63,6 +64,10 @@ class PinnedTier final : public Tier {
   // As PinnedPool::take_chunks_above; with the device's lock.
   std::vector<Chunk> take_chunks_above(Bytes keep, ClockBank& clocks);
   void unpin(const std::vector<Chunk>& chunks);  // without the device's lock
+
+  // As PinnedPool has them.
+  bool add_weights(Bytes bytes);
+  void remove_weights(Bytes bytes);
 
   // Counted here: what is pinned, used and pageable, hits and misses, and host waits.
   void add_to(Counters* counters);

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <system_error>
 
 #include "core/check.hpp"
@@ -34,6 +36,13 @@ void prefer_node(void* memory, Bytes size, int node) {
 #endif
 }
 
+void prepare(void* memory, Bytes size, int node) {
+  madvise(memory, size, MADV_HUGEPAGE);
+  // The GPU writes here on its own; a forked child has no use for it and must not copy it.
+  madvise(memory, size, MADV_DONTFORK);
+  prefer_node(memory, size, node);
+}
+
 #ifdef STAGEHAND_TESTING
 bool touches() { return pinned_is_touched; }
 #else
@@ -43,6 +52,48 @@ constexpr bool touches() { return true; }
 void touch(std::byte* begin, const std::byte* end) {
   for (volatile std::byte* at = begin; at < end; at += 4_KiB) {
     *at = std::byte{0};
+  }
+}
+
+unsigned thread_count() {
+  return std::clamp(std::thread::hardware_concurrency() / 2, 1u, kTouchThreads);
+}
+
+// Calls `part` for all that the copies are, in parts: each as where to, where from, and how many
+// bytes. With several threads where it is worth it.
+template <class Part>
+void in_parts(std::span<const HostMove> copies, Part part) {
+  Bytes all = 0;
+  for (const HostMove& one : copies) {
+    all += one.bytes;
+  }
+  // From `begin` to `end` of the copies, laid end to end.
+  const auto run = [copies, &part](Bytes begin, Bytes end) {
+    Bytes before = 0;
+    for (const HostMove& one : copies) {
+      const Bytes from = std::max(begin, before);
+      const Bytes to = std::min(end, before + one.bytes);
+      if (from < to) {
+        part(one.to + (from - before), one.from + (from - before), to - from);
+      }
+      before += one.bytes;
+    }
+  };
+  const unsigned count = all < kTouchThreshold ? 1 : thread_count();
+  const Bytes share = round_up(all / count, kHugePage);
+  std::vector<std::thread> threads;
+  threads.reserve(count);
+  Bytes begin = 0;
+  try {
+    for (; begin + share < all; begin += share) {
+      threads.emplace_back(run, begin, begin + share);
+    }
+  } catch (const std::system_error&) {
+    // no more threads to be had: this one does the rest
+  }
+  run(begin, all);
+  for (std::thread& thread : threads) {
+    thread.join();
   }
 }
 
@@ -72,11 +123,18 @@ std::byte* map_host(Bytes size, int node) {
     unmap_host(host + before + round_up(size, 4_KiB), spare - before);
     host += before;
   }
-  madvise(host, size, MADV_HUGEPAGE);
-  // The GPU writes here on its own; a forked child has no use for it and must not copy it.
-  madvise(host, size, MADV_DONTFORK);
-  prefer_node(host, size, node);
+  prepare(host, size, node);
   return host;
+}
+
+std::byte* map_shared(int file, Bytes offset, Bytes size, int node, bool writable) {
+  const int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* memory = mmap(nullptr, size, access, MAP_SHARED, file, static_cast<off_t>(offset));
+  if (memory == MAP_FAILED) {
+    return nullptr;
+  }
+  prepare(memory, size, node);
+  return static_cast<std::byte*>(memory);
 }
 
 void unmap_host(std::byte* host, Bytes size) {
@@ -91,7 +149,7 @@ void Toucher::start(std::byte* host, Bytes size) {
   if (size < kTouchThreshold || !touches()) {
     return;
   }
-  const unsigned count = std::clamp(std::thread::hardware_concurrency() / 2, 1u, kTouchThreads);
+  const unsigned count = thread_count();
   const Bytes share = round_up(size / count, kHugePage);
   Bytes begin = 0;
   try {
@@ -108,6 +166,21 @@ void Toucher::wait() {
     thread.join();
   }
   threads_.clear();
+}
+
+void copy_on_host(std::span<const HostMove> copies) {
+  in_parts(copies,
+           [](std::byte* to, const std::byte* from, Bytes bytes) { std::memcpy(to, from, bytes); });
+}
+
+bool same_on_host(std::span<const HostMove> copies) {
+  std::atomic<bool> same{true};
+  in_parts(copies, [&same](const std::byte* there, const std::byte* here, Bytes bytes) {
+    if (std::memcmp(there, here, bytes) != 0) {
+      same.store(false, std::memory_order_relaxed);
+    }
+  });
+  return same.load(std::memory_order_relaxed);
 }
 
 bool map_chunk(Chunk* chunk, int node) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -25,6 +26,9 @@ struct Chunk {
 // Fresh memory of at least `size` bytes, or null. `node`: where it should come from, -1 anywhere.
 std::byte* map_host(Bytes size, int node);
 void unmap_host(std::byte* host, Bytes size);
+// The same of a memory file, which other processes map, too: from `offset` on, a huge page's
+// border. Not `writable`: whoever writes there ends the process.
+std::byte* map_shared(int file, Bytes offset, Bytes size, int node, bool writable);
 
 // Faults memory in, with several threads where it is worth it.
 class Toucher {
@@ -36,6 +40,19 @@ class Toucher {
  private:
   std::vector<std::thread> threads_;
 };
+
+// Bytes from one place on the host to another.
+struct HostMove {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  Bytes bytes = 0;
+};
+
+// Copies, with several threads where it is worth it. They fault in what they write to: memory fresh
+// from `map_host` is gone through once, and not touched first.
+void copy_on_host(std::span<const HostMove> copies);
+// Whether the bytes are there already, each at its place.
+bool same_on_host(std::span<const HostMove> copies);
 
 // Each answers a refusal with half as much, down to one slab. False: nothing is left mapped.
 bool map_chunk(Chunk* chunk, int node);

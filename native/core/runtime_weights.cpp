@@ -82,14 +82,22 @@ Runtime::WeightCounts Runtime::weight_counts() {
 }
 
 bool Runtime::pin(std::byte* host, Bytes bytes) {
+  if (!d_.host.add_weights(bytes)) {
+    return false;
+  }
   const driver::ContextGuard guard(d_.gate.table(), d_.gate.context());
-  return d_.gate.table().host_register(host, bytes, driver::kHostRegisterPortable) ==
-         driver::kSuccess;
+  const bool pinned =
+      d_.gate.table().host_register(host, bytes, driver::kHostRegisterPortable) == driver::kSuccess;
+  if (!pinned) {
+    d_.host.remove_weights(bytes);
+  }
+  return pinned;
 }
 
 void Runtime::unpin(std::byte* host, Bytes bytes) {
   const driver::ContextGuard guard(d_.gate.table(), d_.gate.context());
   unpin_chunk(d_.gate.table(), {.host = host, .size = bytes});
+  d_.host.remove_weights(bytes);
 }
 
 bool Runtime::read_out(std::span<const Copy> copies, std::span<const driver::Stream> streams) {

@@ -19,13 +19,16 @@ struct SeenStorage {
 };
 
 struct StorageSide {
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 2;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
 
   // A reference to the tensor's storage; null where it has none whose memory can be given up.
   void* (*hold)(void* tensor, SeenStorage* seen) = nullptr;
   void (*drop)(void* storage) = nullptr;
+  // Says that the tensor's storage, which has no bytes and no memory, has so many bytes. It is to
+  // be sealed before anybody reads it: until then the address is null, and nothing raises.
+  void (*claim)(void* tensor, Bytes bytes) = nullptr;
   // The same for all tensors over one storage; null without one. Raises nothing.
   const void* (*identity)(void* tensor) = nullptr;
   // Gives the storage's memory up, to whom it came from. `text`: of the error; null leaves it as it

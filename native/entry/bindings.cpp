@@ -54,10 +54,11 @@ void clear_budget(int device) {
 
 bool configure_pinned(const std::vector<core::Bytes>& classes,
                       const std::vector<std::uint32_t>& counts, core::Bytes host_limit, bool ahead,
-                      const std::vector<int>& numa_nodes, core::Bytes first_share) {
+                      bool with_weights, const std::vector<int>& numa_nodes,
+                      core::Bytes first_share) {
   const GilReleased unlocked;
   return Registry::get().configure_pinned(
-      {{classes, counts}, host_limit, ahead, numa_nodes, first_share});
+      {{classes, counts}, host_limit, ahead, with_weights, numa_nodes, first_share});
 }
 
 core::Bytes release_pinned(int device, core::Bytes keep) {
@@ -232,7 +233,8 @@ NB_MODULE(_native, module) {
   module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
   module.def("clear_budget", &clear_budget, "device"_a);
   module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a,
-             "ahead"_a = false, "numa_nodes"_a = std::vector<int>(), "first_share"_a = 0);
+             "ahead"_a = false, "with_weights"_a = false, "numa_nodes"_a = std::vector<int>(),
+             "first_share"_a = 0);
   module.def("release_pinned", &release_pinned, "device"_a, "keep"_a);
   module.def("plan", &plan, "device"_a);
   module.def("pinned_demand", &pinned_demand, "device"_a);

@@ -106,7 +106,7 @@ bool Registry::configure_pinned(core::Runtime& runtime, int device,
                                 : std::min(runtime.device_bytes() / settings.first_share,
                                            settings.host_limit / kFirstOfLimit);
   return runtime.configure_pinned(settings.classes, settings.host_limit,
-                                  {settings.ahead, node, first});
+                                  {settings.ahead, node, first, settings.with_weights});
 }
 
 bool Registry::configure_pinned(const PinnedSettings& settings) {

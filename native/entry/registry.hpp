@@ -46,7 +46,8 @@ class Registry {
   struct PinnedSettings {
     core::SizeClasses classes;
     core::Bytes host_limit = core::kUnlimited;
-    bool ahead = false;           // as core::PinnedOptions says
+    bool ahead = false;           // as core::PinnedOptions says,
+    bool with_weights = false;    // as is this
     std::vector<int> numa_nodes;  // by device; devices beyond it have none
     core::Bytes first_share = 0;  // pinned first: one part in so many of each device; 0: no more
                                   // than the counts say

@@ -2,9 +2,11 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <unordered_map>
@@ -122,15 +124,14 @@ void tell_of_end(Window& window, long task) {
   throw nb::python_error();
 }
 
-// Pinned for good, in one stretch. Null where the machine has none.
-std::byte* pinned(core::Runtime& runtime, Bytes bytes, int node) {
-  std::byte* host = core::map_host(bytes, node);
+// `host`, pinned for good, in one stretch, once `fill` has faulted it in: registering is quickest
+// for memory that is there. Null where the machine has none.
+template <class Fill>
+std::byte* pinned(core::Runtime& runtime, std::byte* host, Bytes bytes, Fill fill) {
   if (host == nullptr) {
     return nullptr;
   }
-  core::Toucher toucher;
-  toucher.start(host, bytes);
-  toucher.wait();
+  fill(host);
   if (!runtime.pin(host, bytes)) {
     core::unmap_host(host, bytes);
     return nullptr;
@@ -155,9 +156,11 @@ WeightGroup* WeightGroup::find_slowly(PyObject* tensor) {
 }
 
 WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
-                         const std::vector<std::string>& texts, int numa_node, std::size_t trained)
-    : device_(device) {
-  if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size()) {
+                         const std::vector<std::string>& texts, int numa_node, std::size_t trained,
+                         const std::vector<HostBytes>& sources, const Stretch& shared)
+    : device_(device), shared_(std::get<0>(shared) >= 0) {
+  if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size() ||
+      (!sources.empty() && sources.size() != tensors.size())) {
     throw std::runtime_error("stagehand_alloc: internal error: a weight group of nothing");
   }
   core::Runtime& engine = opened(device);
@@ -168,8 +171,10 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
     if (host_ != nullptr) {
       engine.unpin(host_, bytes_);
     }
+    unmap_read_only();
   };
   std::vector<core::Copy> copies;
+  std::vector<core::HostMove> on_host;
   try {
     for (const nb::object& tensor : tensors) {
       core::SeenStorage seen;
@@ -179,27 +184,61 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
       }
       place_ = {seen.device_type, seen.device};
       held_.push_back({storage, g_side->identity(tensor.ptr()), bytes_, seen.bytes});
-      copies.push_back({seen.address, nullptr, seen.bytes});
+      if (sources.empty()) {
+        copies.push_back({seen.address, nullptr, seen.bytes});
+      } else {
+        const auto& [address, bytes] = sources[on_host.size()];
+        if (seen.address != 0 || seen.bytes != bytes) {
+          throw std::runtime_error("stagehand_alloc: internal error: a weight of another size");
+        }
+        on_host.push_back({nullptr, reinterpret_cast<const std::byte*>(address), bytes});
+      }
       bytes_ += core::round_up(seen.bytes, kAligned);
       trained_ = held_.size() <= trained ? bytes_ : trained_;
     }
     const driver::Stream stream = current_stream(place_);
-    bool copied = false;
+    const auto& [file, begin, makes] = shared;
+    const bool compares = shared_ && !makes;
+    bool copied = true;
+    bool same = true;
     {
       const GilReleased unlocked;
-      host_ = pinned(engine, bytes_, numa_node);
-      if (host_ != nullptr) {
+      std::byte* const mapped = shared_ ? core::map_shared(file, begin, bytes_, numa_node, true)
+                                        : core::map_host(bytes_, numa_node);
+      read_only_ = shared_ ? core::map_shared(file, begin, bytes_, numa_node, false) : nullptr;
+      host_ = pinned(engine, mapped, bytes_, [&](std::byte* host) {
+        for (std::size_t i = 0; i < on_host.size(); ++i) {
+          on_host[i].to = host + held_[i].offset;
+        }
+        if (compares) {  // and writes nothing
+          same = core::same_on_host(on_host);
+        } else if (!on_host.empty()) {
+          core::copy_on_host(on_host);
+        } else {
+          core::Toucher toucher;
+          toucher.start(host, bytes_);
+          toucher.wait();
+        }
+      });
+      if (host_ != nullptr && !copies.empty()) {
         for (std::size_t i = 0; i < copies.size(); ++i) {
           copies[i].host = host_ + held_[i].offset;
         }
-        copied = engine.read_out(copies, {&stream, 1});
+        if (compares) {
+          same = same_as_shared(engine, copies, stream, &copied);
+        } else {
+          copied = engine.read_out(copies, {&stream, 1});
+        }
       }
     }
-    if (host_ == nullptr) {
+    if (host_ == nullptr || (shared_ && read_only_ == nullptr)) {
       throw nb::value_error("no host memory");
     }
     if (!copied) {
       raise(engine, Status::driver_failed, bytes_);
+    }
+    if (!same) {
+      throw nb::value_error("other bytes");
     }
   } catch (...) {
     undo();
@@ -221,6 +260,13 @@ WeightGroup::~WeightGroup() {
   if (core::Runtime* engine = Registry::get().find(device_); engine != nullptr) {
     const GilReleased unlocked;
     engine->unpin(host_, bytes_);
+    unmap_read_only();
+  }
+}
+
+void WeightGroup::unmap_read_only() {
+  if (read_only_ != nullptr) {
+    core::unmap_host(read_only_, bytes_);
   }
 }
 
@@ -391,9 +437,52 @@ void WeightGroup::written(Bytes bytes) {
 
 void WeightGroup::wrote() { written(trained_); }
 
-void WeightGroup::write_back() {
-  written(bytes_);
-  to_host();
+bool WeightGroup::write_back() {
+  if (!shared_) {
+    written(bytes_);
+    to_host();
+    return true;
+  }
+  check_process();
+  if (restored_ || open_ == 0) {
+    return true;
+  }
+  core::Runtime& engine = runtime();
+  const driver::Stream stream = current_stream(place_);
+  std::vector<core::Copy> copies;
+  for (const Held& one : held_) {
+    copies.push_back({address_ + one.offset, host_ + one.offset, one.bytes});
+  }
+  bool read = true;
+  bool same = true;
+  {
+    const GilReleased unlocked;
+    same = same_as_shared(engine, copies, stream, &read);
+  }
+  if (!read) {
+    raise(engine, Status::driver_failed, bytes_);
+  }
+  if (!same) {
+    if (const Status status = engine.write_in(copies, stream); status != Status::ok) {
+      raise(engine, status, bytes_);
+    }
+  }
+  return same;
+}
+
+// Whether what is on the device is what the host has. Without the GIL.
+bool WeightGroup::same_as_shared(core::Runtime& engine, const std::vector<core::Copy>& copies,
+                                 driver::Stream stream, bool* read) const {
+  const auto bytes = std::make_unique_for_overwrite<std::byte[]>(bytes_);
+  std::vector<core::Copy> out = copies;
+  std::vector<core::HostMove> there;
+  for (core::Copy& one : out) {
+    std::byte* const here = bytes.get() + (one.host - host_);
+    there.push_back({one.host, here, one.bytes});
+    one.host = here;
+  }
+  *read = engine.read_out(out, {&stream, 1});
+  return *read && core::same_on_host(there);
 }
 
 // Another thread may write meanwhile.
@@ -458,11 +547,12 @@ bool WeightGroup::over_any(Address address) {
   return false;
 }
 
-std::vector<std::pair<std::uintptr_t, Bytes>> WeightGroup::host() const {
+std::vector<WeightGroup::HostBytes> WeightGroup::host() const {
   check_process();
-  std::vector<std::pair<std::uintptr_t, Bytes>> found;
+  std::vector<HostBytes> found;
+  const std::byte* const begin = shared_ ? read_only_ : host_;
   for (const Held& one : held_) {
-    found.emplace_back(reinterpret_cast<std::uintptr_t>(host_ + one.offset), one.bytes);
+    found.emplace_back(reinterpret_cast<std::uintptr_t>(begin + one.offset), one.bytes);
   }
   return found;
 }
@@ -506,15 +596,20 @@ void bind_weights(nb::module_& module) {
         without_gil(device, [](core::Runtime& runtime) { runtime.drop_weights(); });
       },
       nb::arg("device"));
+  module.def(
+      "claim_storage", [](nb::handle tensor, Bytes bytes) { g_side->claim(tensor.ptr(), bytes); },
+      nb::arg("tensor"), nb::arg("bytes"));
   module.def("end_weights_here", &WeightGroup::end_here);
   module.def(
       "is_weight", [](nb::handle tensor) { return WeightGroup::find(tensor.ptr()) != nullptr; },
       nb::arg("tensor"));
   nb::class_<WeightGroup>(module, "WeightGroup", nb::is_weak_referenceable())
       .def(nb::init<int, const std::vector<nb::object>&, const std::vector<std::string>&, int,
-                    std::size_t>(),
+                    std::size_t, const std::vector<WeightGroup::HostBytes>&,
+                    const WeightGroup::Stretch&>(),
            nb::arg("device"), nb::arg("tensors"), nb::arg("texts"), nb::arg("numa_node") = -1,
-           nb::arg("trained") = 0)
+           nb::arg("trained") = 0, nb::arg("sources") = std::vector<WeightGroup::HostBytes>(),
+           nb::arg("shared") = WeightGroup::Stretch(-1, 0, false))
       .def("enter", &WeightGroup::enter, nb::arg("kind"))
       .def("leave", &WeightGroup::leave)
       .def("touch", [](nb::handle_t<WeightGroup> self) { WeightGroup::touch(self); })
@@ -528,7 +623,8 @@ void bind_weights(nb::module_& module) {
       .def("host", &WeightGroup::host)
       .def_prop_ro("id", &WeightGroup::id)
       .def_prop_ro("bytes", &WeightGroup::bytes)
-      .def_prop_ro("open", &WeightGroup::open);
+      .def_prop_ro("open", &WeightGroup::open)
+      .def_prop_ro("shared", &WeightGroup::shared);
 }
 
 }  // namespace stagehand::entry

@@ -9,6 +9,7 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -30,11 +31,22 @@ class WeightGroup {
   // Whether a group that is open has the byte there: seldom asked, since all are looked at.
   static bool over_any(core::Address address);
 
+  // What lies on the host: where, and how many bytes.
+  using HostBytes = std::pair<std::uintptr_t, core::Bytes>;
+
+  // A stretch of a memory file that other processes map: the file, where it begins, and whether
+  // this process makes it. No file: -1.
+  using Stretch = std::tuple<int, core::Bytes, bool>;
+
   // Copies the tensors' storages, one each, to host memory that is pinned for good, and seals them
   // with these texts. Their memory goes back to torch. All or nothing. `trained`: so many of the
-  // first ones are.
+  // first ones are. `sources`: where they are on the host, one each; then the storages have no
+  // memory, only their size (`claim`), and nothing goes over the link. Empty: they are on the
+  // device. `shared`: the host copy is there, and stays as it is; it is compared where another
+  // process made it.
   WeightGroup(int device, const std::vector<nb::object>& tensors,
-              const std::vector<std::string>& texts, int numa_node, std::size_t trained);
+              const std::vector<std::string>& texts, int numa_node, std::size_t trained,
+              const std::vector<HostBytes>& sources, const Stretch& shared);
   ~WeightGroup();
   WeightGroup(const WeightGroup&) = delete;
   WeightGroup& operator=(const WeightGroup&) = delete;
@@ -65,8 +77,9 @@ class WeightGroup {
   // What this thread's stream does so far writes to what is trained: it goes to the host copy
   // before the group leaves. While it is held.
   void wrote();
-  // The same of all its tensors, and waits until the host copy has them.
-  void write_back();
+  // The same of all its tensors, and waits until the host copy has them. False: the host copy is
+  // shared, and what was written is undone.
+  bool write_back();
   // Waits until the host copy has all that was written.
   void to_host();
   // The storages get memory of their own with the bytes in it, and the group is over: entering and
@@ -76,8 +89,10 @@ class WeightGroup {
   core::GroupId id() const { return id_; }
   core::Bytes bytes() const { return bytes_; }
   std::uint32_t open() const { return open_; }
-  // Where the host copies begin: of the tensors, in order. They live as long as the group.
-  std::vector<std::pair<std::uintptr_t, core::Bytes>> host() const;
+  bool shared() const { return shared_; }
+  // Where the host copies begin: of the tensors, in order. They live as long as the group. Shared
+  // ones can be read only.
+  std::vector<HostBytes> host() const;
 
  private:
   struct Held {
@@ -88,8 +103,11 @@ class WeightGroup {
   };
   static WeightGroup* find_slowly(PyObject* tensor);
   void forget();
+  void unmap_read_only();
   static void check_process();
   void written(core::Bytes bytes);
+  bool same_as_shared(core::Runtime& engine, const std::vector<core::Copy>& copies,
+                      driver::Stream stream, bool* read) const;
   core::Runtime& runtime() const;
 
   inline static std::size_t count_ = 0;  // of groups; guarded by the GIL
@@ -103,6 +121,8 @@ class WeightGroup {
   core::Bytes trained_ = 0;   // of them, the first ones
   std::uint64_t writes_ = 0;  // that were told; guarded by the GIL
   std::byte* host_ = nullptr;
+  bool shared_ = false;             // with other processes: nobody writes to it,
+  std::byte* read_only_ = nullptr;  // and who reads it beside us does so here
   std::vector<Held> held_;
   nb::object before_leave_ = nb::none();
   std::uint32_t open_ = 0;      // holds that have come to be; guarded by the GIL,

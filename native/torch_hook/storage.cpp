@@ -53,6 +53,11 @@ void* hold(void* object, SeenStorage* seen) {
   }
 }
 
+void claim(void* object, std::uint64_t bytes) {
+  storage_of(THPVariable_Unpack(static_cast<PyObject*>(object)))
+      ->set_nbytes(static_cast<std::size_t>(bytes));
+}
+
 void drop(void* storage) { c10::raw::intrusive_ptr::decref(impl_of(storage)); }
 
 const void* identity(void* object) {
@@ -101,6 +106,24 @@ bool refused(F&& access) {
   }
 }
 
+// A storage that never had memory, with a tensor over it from before it was sealed.
+const char* trial_of_claim(const at::Tensor& copy) {
+  const at::Tensor none = at::empty(0, copy.options());
+  c10::StorageImpl* storage = storage_of(none);
+  storage->set_nbytes(copy.nbytes());
+  const at::Tensor weight = at::empty(0, copy.options());
+  at::Tensor(weight).set_(none.storage(), 0, copy.sizes(), copy.strides());
+  seal(storage, kTrialText);
+  if (storage->nbytes() != copy.nbytes() || !refused([&] { weight.const_data_ptr(); })) {
+    return "a storage that was given a size and no memory can be read";
+  }
+  if (open_alone(storage) == 0) {
+    return "a storage that was given a size got no memory";
+  }
+  at::Tensor(weight).copy_(copy);
+  return weight.equal(copy) ? nullptr : "a storage that was given a size does not keep its bytes";
+}
+
 // One small weight through it all: what a torch unknown to us may do otherwise shows here.
 const char* trial() {
   const c10::NoGradGuard no_grad;
@@ -133,7 +156,10 @@ const char* trial() {
     return "a storage got no memory from its allocator";
   }
   at::Tensor(weight).copy_(copy);
-  return turned.equal(copy.t()) ? nullptr : "a storage with memory of its own does not keep it";
+  if (!turned.equal(copy.t())) {
+    return "a storage with memory of its own does not keep it";
+  }
+  return trial_of_claim(copy);
 }
 
 }  // namespace
@@ -144,6 +170,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_storage_
     made.version = StorageSide::kVersion;
     made.size = sizeof(StorageSide);
     made.hold = &hold;
+    made.claim = &claim;
     made.drop = &drop;
     made.identity = &identity;
     made.seal = &seal;

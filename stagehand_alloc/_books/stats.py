@@ -63,6 +63,8 @@ class PoolStats:
     pinned_waste_bytes: int = _now()  # of slabs in use: what their copies leave empty
     weights_bytes: int = _now()  # of `offload`: all of them, in pinned memory of their own
     weights_home: int = _now()  # of them, on the GPU: a part of live
+    weights_pinned_bytes: int = _now()  # host copies, also those that a state_dict keeps
+    host_limit: int = _now()  # of these and pinned_bytes together; 0: none was set
     d2h_rate: int = _now()  # bytes per second of each lane, as measured last; 0: not yet
     h2d_rate: int = _now()
     # settings with which the pinned pool would have had no miss and least waste; empty: not known

@@ -171,6 +171,8 @@ def step_fields(step: int, found: PoolStats, passed_through: dict[str, int]) -> 
         "weights_left": found.weights_left,
         "weights_written_bytes": found.weights_written_bytes,
         "weights_wait_ms": _ms(found.weights_wait_ns),
+        "weights_pinned_bytes": found.weights_pinned_bytes,
+        "host_limit": found.host_limit,
     }
 
 

@@ -69,7 +69,7 @@ class Config:
     enabled: bool = True
     """False: a pool does nothing."""
     host_limit: Size | None = None
-    """Host memory for what is evicted. None: half of what is available, shared by the ranks."""
+    """Of what is evicted and of offloaded weights. None: half of what is available, for the former."""
     pinned_pool_classes_mb: tuple[int, ...] = (1, 4, 16, 64, 256)
     """The sizes of pinned slabs in MiB, rising."""
     slabs_per_class: int | tuple[int, ...] = (512, 2, 2, 2, 2)
@@ -137,11 +137,14 @@ class Config:
         default = (Config.pinned_pool_classes_mb, Config.slabs_per_class)
         return FIRST_SHARE if asked == default else 0
 
-    def host_limit_bytes(self) -> int:
-        """How much host memory evicted bytes may take; a share is of what is available."""
+    def host_limit_bytes(self, weights: int = 0) -> int:
+        """How much host memory evicted bytes and, where it is set, host copies of weights may take.
+
+        A share is of what is available and what ``weights`` have of it already.
+        """
         if self.host_limit is None:
             return default_host_limit()
-        limit = in_bytes(cast("Amount", self.host_limit), available_host_bytes())
+        limit = in_bytes(cast("Amount", self.host_limit), available_host_bytes() + weights)
         self._check_host_limit(limit)
         return min(limit, UNLIMITED)
 

@@ -25,6 +25,7 @@ from stagehand_alloc._errors import (
     NestedPoolError,
     PoolError,
     PoolThreadError,
+    SizeError,
 )
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings import environment
@@ -314,17 +315,33 @@ class Pool:
     def _configure_host_memory(self) -> None:
         config = self._config
         wanted = (config.pinned_pool_classes_mb, config.slabs_per_class, config.host_limit)
-        process.configure_host_memory(wanted, lambda: self._host_memory)
+        process.configure_host_memory(wanted, self._checked_host_memory)
+
+    def _checked_host_memory(self) -> tuple[Any, ...]:
+        """Raises SizeError where the limit counts weights, and they are more than it."""
+        found, weights = self._host_memory, self._weights_pinned()
+        if self._config.host_limit is not None and weights > (limit := found[2]):
+            raise SizeError(
+                f"host_limit is {format_bytes(limit)}, and the host copies of offloaded weights "
+                f"are {format_bytes(weights)}.",
+                "Raise host_limit, which counts both, offload fewer blocks, or leave it out: then "
+                "what is evicted takes half of what the weights left.",
+            )
+        return found
+
+    def _weights_pinned(self) -> int:
+        return _stats.read(self._look_at_device()[0]).weights_pinned_bytes
 
     @functools.cached_property
-    def _host_memory(self) -> tuple[list[int], list[int], int, bool, list[int], int]:
+    def _host_memory(self) -> tuple[list[int], list[int], int, bool, bool, list[int], int]:
         """As native takes it; the machine is asked once, since two pools may take turns."""
         # On the simulated GPU nothing runs that a seed does not decide.
         real = not _install.is_simulated()
         return (
             *self._config.pinned_classes(),
-            self._config.host_limit_bytes(),
+            self._config.host_limit_bytes(self._weights_pinned()),
             real,
+            self._config.host_limit is not None,
             _driver.numa_nodes() if real else [],
             self._config.first_share(),
         )

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._extension import native
-from stagehand_alloc._settings.sizes import format_bytes
+from stagehand_alloc._settings.sizes import format_bytes, shown
 from stagehand_alloc._tell import warn_once
 from stagehand_alloc._weights.blocks import Weight, parts_of, storage_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from stagehand_alloc._weights.share import Share
 
 FORWARD, SAMPLING, BACKWARD = range(3)  # core::UseKind
 
@@ -99,8 +101,17 @@ class Group:
     """The weights of one block. They are to be had while it is entered, and only then."""
 
     def __init__(
-        self, device: int, name: str, block: nn.Module, weights: list[Weight], node: int
+        self,
+        device: int,
+        name: str,
+        block: nn.Module,
+        weights: list[Weight],
+        make: Callable[[], Any],
+        share: Share | None = None,
     ) -> None:
+        """``make``: native's group of the weights; they may be gone from where they were once it
+        is called, so nothing before it may be left to fail after it. ``share``: of the host copy.
+        """
         import torch
 
         self.name = name
@@ -123,13 +134,8 @@ class Group:
         self._written = self._writes()
         self._stepped = _versions(self._trained)
         self.storages = [storage_of(weight.tensor) for weight in weights]
-        self.native = native.WeightGroup(
-            device,
-            [weight.tensor for weight in weights],
-            [_text(n) for n in self.names],
-            node,
-            sum(weight.trained for weight in weights),
-        )
+        self.native = make()
+        self.share = share
         self.native.before_leave = _weakly(self.after_backward)
         for how in _COPIES:  # each looks at the object first
             setattr(block, how, functools.partial(_refuse_copy, name))
@@ -193,9 +199,8 @@ class Group:
 
         Of what is trained: before it leaves.
         """
-        if (now := self._writes()) != self._written:
-            self.native.write_back()
-            self._written = now
+        if self._writes() != self._written:
+            self._write_back()
         if _versions(self._trained) != self._stepped:
             self.wrote()
 
@@ -210,9 +215,24 @@ class Group:
 
     def write_back(self) -> None:
         """The same, whether a change shows or not."""
-        self.native.write_back()
-        self._written = self._writes()
+        self._write_back()
         self._stepped = _versions(self._trained)
+
+    def _write_back(self) -> None:
+        kept = self.native.write_back()
+        self._written = self._writes()
+        if not kept:
+            raise self.refuse_write("so what was written to it is undone")
+
+    def refuse_write(self, so: str) -> OffloadError:
+        """Other processes read the same bytes."""
+        name = "" if self.share is None else f" {shown(self.share.name)}"
+        return OffloadError(
+            f"The block {self.name!r} is a part of the shared copy{name}, which nobody writes to: "
+            f"{so}.",
+            "Write to the model before stagehand_alloc.offload(model, share=...), or offload it "
+            "without share.",
+        )
 
     def wrote(self) -> None:
         """An optimizer wrote to what is trained: it goes to the host before it leaves."""
@@ -374,7 +394,8 @@ def _tensors(output: Any) -> Iterator[Any]:
             yield from _tensors(getattr(output, field.name, None))
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
+    """Of the error that an access to the weight raises while it is away."""
     return (
         f"stagehand_alloc: {name!r} is on the host: it belongs to an offloaded block, whose "
         "weights are on the GPU while the block runs.\n"

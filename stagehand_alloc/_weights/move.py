@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stagehand_alloc._errors import OffloadError
+from stagehand_alloc._extension import native
+from stagehand_alloc._settings.sizes import shown
 from stagehand_alloc._weights import blocks as _blocks
 from stagehand_alloc._weights import state as _state
-from stagehand_alloc._weights.groups import Group, registry
+from stagehand_alloc._weights.groups import Group, registry, text_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from stagehand_alloc._weights.share import Share
 
 Places = dict["nn.Module", dict[str, "torch.device"]]  # of a module's own tensors, by name
 
@@ -22,23 +31,34 @@ def move(
     node: int,
     target: torch.device,
     trained: bool,
+    share: Share | None = None,
 ) -> list[Group]:
     """Make a group of each block. All or nothing: on failure all is where and what it was.
 
     ``target``: where the model is from here on, GPU ``index``. ``node``: of the host's memory.
+    ``share``: where the host copies are, of blocks that need no way of their own to get there. Of
+    ``weights`` nothing is left: a tensor in there would keep memory that its block gives up.
     """
     places = {module: {name: t.device for name, t in _own(module)} for module in model.modules()}
     made: list[tuple[Group, bool]] = []  # and whether its weights were on the GPU before
+    left = _Left()
     try:
-        for name, before in weights.items():
+        for name in list(weights):
+            before = weights.pop(name)
             block = model.get_submodule(name)
-            if any(_elsewhere(module, target) for module in block.modules()):
-                block.to(target)  # parameters stay the same objects; what is in them does not
-            now = _blocks.weights_of(model, {name: block}, trained)[name]
-            names = {weight.name for weight in before}
+            place = _Place(index, node, target, name, share)
             was_there = all(weight.tensor.device == target for weight in before)
-            now = [weight for weight in now if weight.name in names]
-            made.append((Group(index, name, block, now, node), was_there))
+            if not was_there and goes_straight(block, before):
+                group, sources = _straight(block, before, place, places)
+                made.append((group, False))
+                left.give_up(sources)
+                del group, sources
+            else:
+                now = _by_the_gpu(model, name, block, before, target, trained)
+                make = functools.partial(place.group, [weight.tensor for weight in now], now)
+                made.append((Group(index, name, block, now, make, share), was_there))
+                del now, make
+            del before
             registry.add(index, made[-1][0])
         for module in model.modules():  # what is in no block, and so stays, goes too
             if registry.of(module) is None and _elsewhere(module, target):
@@ -46,7 +66,153 @@ def move(
     except BaseException:
         _undo(model, made, places)
         raise
+    finally:
+        left.close()
     return [group for group, _ in made]
+
+
+@dataclass
+class _Place:
+    """Where a block goes."""
+
+    index: int
+    node: int
+    target: torch.device
+    name: str
+    share: Share | None
+
+    def group(
+        self,
+        tensors: list[Tensor],
+        weights: list[_blocks.Weight],
+        sources: Sequence[tuple[int, int]] = (),
+    ) -> Any:
+        """Native's group of the tensors, whose weights these are. Raises ValueError, OffloadError.
+
+        ``sources``: where the bytes are on the host; without any they are in the tensors.
+        """
+        try:
+            return native.WeightGroup(
+                self.index,
+                tensors,
+                [text_of(weight.name) for weight in weights],
+                self.node,
+                sum(weight.trained for weight in weights),
+                list(sources),
+                (-1, 0, False) if self.share is None else self.share.where(self.name),
+            )
+        except ValueError as error:
+            if self.share is None or "other bytes" not in str(error):
+                raise
+            raise OffloadError(
+                f"The shared copy {shown(self.share.name)} has other weights in the block "
+                f"{self.name!r} than this process.",
+                "Load the same ones in all processes, or give these a name of their own: "
+                'offload(model, share="another name").',
+            ) from error
+
+
+class _Left:
+    """Memory that a block left goes back on a thread of its own, while the next block is copied:
+    page by page it takes the kernel about as long as the copy. No more than one block's at a time.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "stagehand_alloc memory")
+        self._last: Future[None] | None = None
+
+    def give_up(self, sources: list[Any]) -> None:
+        """Nobody else refers to the storages, or they stay; the list is empty soon."""
+        if self._last is not None:
+            self._last.result()
+        self._last = self._thread.submit(sources.clear)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def _by_the_gpu(
+    model: nn.Module,
+    name: str,
+    block: nn.Module,
+    before: list[_blocks.Weight],
+    target: torch.device,
+    trained: bool,
+) -> list[_blocks.Weight]:
+    """The block on the GPU, moved in its own way: its weights there."""
+    if any(_elsewhere(module, target) for module in block.modules()):
+        block.to(target)  # parameters stay the same objects; what is in them does not
+    names = {weight.name for weight in before}
+    now = _blocks.weights_of(model, {name: block}, trained)[name]
+    return [weight for weight in now if weight.name in names]
+
+
+def goes_straight(block: nn.Module, weights: list[_blocks.Weight]) -> bool:
+    """Whether bytes are all that moving the block takes, and they are on the CPU.
+
+    Not where a class has a way of its own to move: bitsandbytes quantizes on the way, torchao may
+    pack anew, an LSTM puts its weights side by side.
+    """
+    from torch import nn
+
+    if type(block).to is not nn.Module.to:
+        return False
+    for module in block.modules():
+        if type(module)._apply is not nn.Module._apply or {"_apply", "to"} & vars(module).keys():
+            return False
+    return all(
+        type(parameter) is nn.Parameter and not parameter.is_conj() and not parameter.is_neg()
+        for parameter in block.parameters()
+    ) and all(weight.tensor.device.type == "cpu" for weight in weights)
+
+
+def _straight(
+    block: nn.Module, weights: list[_blocks.Weight], place: _Place, places: Places
+) -> tuple[Group, list[torch.UntypedStorage]]:
+    """From the CPU to the host copy: the storages on the GPU get no memory before they are used.
+
+    What stays goes to the GPU. With the storages that the block had; on failure it has them again.
+    """
+    import torch
+
+    sources = [weight.tensor.untyped_storage() for weight in weights]
+    away = [torch.empty(0, dtype=torch.uint8, device=place.target) for _ in sources]
+    storages = {}
+    for source, tensor in zip(sources, away, strict=True):
+        native.claim_storage(tensor, source.nbytes())
+        storages[int(source._cdata)] = tensor.untyped_storage()
+    over = {}  # by parameter, the same over those
+    for parameter in block.parameters():
+        if (storage := storages.get(_blocks.storage_of(parameter))) is not None:
+            made = torch.empty(0, dtype=parameter.dtype, device=place.target)
+            shape = parameter.storage_offset(), parameter.size(), parameter.stride()
+            over[id(parameter)] = made.set_(storage, *shape)
+    at = [(source.data_ptr(), source.nbytes()) for source in sources]
+    group = place.group(away, weights, at)  # from here on they are sealed
+    there = {int(storage._cdata) for storage in storages.values()}
+
+    def go(tensor: Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter) and _blocks.storage_of(tensor) in there:
+            return tensor  # of two modules: it has gone
+        made = over.get(id(tensor))
+        return tensor.to(place.target) if made is None else made
+
+    try:
+        for module in block.modules():
+            _apply(module, go)
+        now = [
+            _blocks.Weight(weight.name, tensor, weight.trained)
+            for weight, tensor in zip(weights, away, strict=True)
+        ]
+        return Group(place.index, place.name, block, now, lambda: group, place.share), sources
+    except BaseException:
+        back = {}
+        for source, tensor in zip(sources, away, strict=True):
+            here = torch.empty(0, dtype=torch.uint8)
+            back[_blocks.storage_of(tensor)] = here.set_(source)
+        for module in block.modules():
+            _put_back(module, places[module], back)
+        raise
 
 
 def _undo(model: nn.Module, made: list[tuple[Group, bool]], places: Places) -> None:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._built import storage as _storage
-from stagehand_alloc._errors import OffloadError
+from stagehand_alloc._errors import ConfigError, OffloadError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.config import Config, DeviceLike
 from stagehand_alloc._settings.host_memory import available_host_bytes
-from stagehand_alloc._settings.sizes import format_bytes
+from stagehand_alloc._settings.sizes import format_bytes, shown
 from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 from stagehand_alloc._weights import blocks as _blocks
+from stagehand_alloc._weights import share as _share
 from stagehand_alloc._weights import state as _state
 from stagehand_alloc._weights import steps as _steps
 from stagehand_alloc._weights.groups import end_cut_short, registry
-from stagehand_alloc._weights.move import move
+from stagehand_alloc._weights.move import goes_straight, move
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +34,12 @@ _ALIGNED = 512  # of each weight, in a group
 
 
 def offload(
-    model: Model, *, blocks: object = None, device: DeviceLike = None, trained: bool = False
+    model: Model,
+    *,
+    blocks: object = None,
+    device: DeviceLike = None,
+    trained: bool = False,
+    share: str | None = None,
 ) -> Model:
     """Keep the weights of ``model``'s blocks on the host; returns ``model``.
 
@@ -51,21 +58,29 @@ def offload(
     them raises an error that names the parameter, in any budget. `resident` and `visit` bring them.
 
     Args:
-        model: on the CPU or the GPU, after PEFT and quantization, before torch.compile; a model on
-            the CPU goes to ``device`` block by block, so that it is never there as a whole.
+        model: on the CPU or the GPU, after PEFT and quantization, before torch.compile; on the CPU
+            its blocks go straight into their host copies, and are on ``device`` once they run.
+            What moves in a way of its own, as quantized classes do, goes by the device, each block
+            alone.
         blocks: what comes and goes as a whole. None: the entries of the model's outermost lists of
             modules of one class. Names, a regular expression for whole names, or modules.
         device: default: the GPU that the model is on, or the current CUDA device.
         trained: what is trained in the blocks leaves, too: by a copy, once it was written to. All
             that an optimizer has of it is at home at once for its step: `offload_optimizer` takes
             one chunk after the other. Not the default: it has not been measured on a GPU.
+        share: a name; all processes of this user on this host that offload the same weights under
+            it have one host copy of them. Who comes first writes it, the others compare all of
+            its bytes with their own, and give these up. Nobody writes to it afterwards: what
+            `resident`, `visit` or a forward wrote is undone, with an OffloadError, and
+            load_state_dict is refused. It is gone with the last process that has it.
 
     The host copies are pinned, and stay until the model goes or `restore`: they take as many bytes
-    as the weights. Waits for the GPU. Called again for the same model it does nothing.
+    as the weights, and a ``host_limit`` that a pool was given counts them. Waits for the GPU.
+    Called again for the same model it does nothing.
 
-    Raises ConfigError where there are no blocks, OffloadError for a model or a torch that this
-    cannot be done with, or where the host has too little memory, and torch.OutOfMemoryError where
-    the GPU has. Then the model is where and what it was.
+    Raises ConfigError where there are no blocks or ``share`` is no name, OffloadError for a model
+    or a torch that this cannot be done with, or where the host has too little memory, and
+    torch.OutOfMemoryError where the GPU has. Then the model is where and what it was.
     """
     from torch import nn
 
@@ -94,15 +109,22 @@ def offload(
             "offload(model, trained=True).",
         )
     _check_not_offloaded(weights)
+    _check_share(share, trained)
     index = start(one_gpu(_blocks.devices_of(model), device))
-    _check_host(weights, target_of(index))
+    target = target_of(index)
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         warn(
             "stagehand_alloc: offload() was given a compiled model: one program reads all blocks, "
             "and their weights are away.\n"
             "Compile the blocks instead: for block in model.layers: block.compile()."
         )
-    _move(model, weights, index, trained)
+    with contextlib.ExitStack() as written:
+        shared = None
+        if share is not None:
+            layout = _layout(model, weights, target, share)
+            shared = written.enter_context(_share.joined(share, layout))
+        _check_host(weights, target, _stats.read(index), shared)
+        _move(model, weights, index, trained, shared)
     if trained:
         _steps.watch()
     return model
@@ -195,22 +217,101 @@ def target_of(index: int) -> torch.device:
     return torch.device("cpu") if _install.is_simulated() else torch.device("cuda", index)
 
 
-def _check_host(weights: dict[str, list[_blocks.Weight]], target: torch.device) -> None:
-    """Raise OffloadError where the host has too little memory for the pinned copies.
+def _check_share(share: object, trained: bool) -> None:
+    """Raise ConfigError for what is no name, OffloadError where all would write to the copy."""
+    if share is None:
+        return
+    if not isinstance(share, str) or not share:
+        raise ConfigError(
+            f"share={shown(share)} is no name.",
+            'Give all processes that have these weights the same one: share="base-7b".',
+        )
+    if trained:
+        raise OffloadError(
+            f"offload(share={shown(share)}) was asked for with trained=True: each process writes "
+            "to what is trained, and a shared copy is only read.",
+            "Leave one of the two out. What is trained stays on the GPU without trained=True.",
+        )
 
-    What is in plain host memory is there already, and goes block by block as its copy comes: one
-    block more, at the worst. A file that is mapped counts as available memory, and is no such.
+
+def _layout(
+    model: nn.Module,
+    weights: dict[str, list[_blocks.Weight]],
+    target: torch.device,
+    share: str,
+) -> list[tuple[str, int, Any]]:
+    """What all processes that share must have alike: blocks, their bytes, and their weights.
+
+    Raises OffloadError for a block that is not moved byte by byte: only then it is known.
     """
-    copies = here = 0
+    found = []
+    for name, group in weights.items():
+        there = all(weight.tensor.device == target for weight in group)
+        if not there and not goes_straight(model.get_submodule(name), group):
+            raise OffloadError(
+                f"The block {name!r} goes to the GPU in a way of its own, as quantized classes "
+                f"do, so its bytes are not known yet, and cannot be shared as {shown(share)}.",
+                "Put the model on the GPU first, or leave share out.",
+            )
+        said = [
+            (
+                weight.name,
+                str(tensor.dtype),
+                list(tensor.shape),
+                list(tensor.stride()),
+                tensor.storage_offset(),
+                tensor.untyped_storage().nbytes(),
+            )
+            for weight in group
+            for tensor in [weight.tensor]
+        ]
+        found.append((name, sum(_padded(weight) for weight in group), said))
+    return found
+
+
+def _padded(weight: _blocks.Weight) -> int:
+    return -(-weight.tensor.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
+
+
+def _check_host(
+    weights: dict[str, list[_blocks.Weight]],
+    target: torch.device,
+    now: _stats.PoolStats,
+    share: _share.Share | None,
+) -> None:
+    """Raise OffloadError where the host has too little memory for the pinned copies, or the limit
+    that was set for them and for saved activations.
+
+    What is in plain host memory is there already, and goes as its copy comes, a block behind: two
+    blocks more, at the worst. A file that is mapped counts as available memory, and is no such.
+    A ``share`` that another process wrote takes none.
+    """
+    copies = all_of_them = 0
+    moving = [0, 0]  # the last two blocks
+    here = 0
     for group in weights.values():
         plain = 0
-        for storage in (weight.tensor.untyped_storage() for weight in group):
-            size = -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        for weight in group:
+            storage, size = weight.tensor.untyped_storage(), _padded(weight)
+            all_of_them += size
             if storage.device.type == "cpu" and storage.device != target and storage.resizable():
                 plain += size
             else:
                 copies += size
-        here = max(here, plain)
+        moving = [moving[1], plain]
+        here = max(here, sum(moving))
+    taken = now.pinned_bytes + now.weights_pinned_bytes
+    if now.host_limit and taken + all_of_them > now.host_limit:
+        raise OffloadError(
+            f"The host copies of {len(weights)} blocks are {format_bytes(all_of_them)}, and "
+            f"host_limit is {format_bytes(now.host_limit)}, of which saved activations have "
+            f"{format_bytes(now.pinned_bytes)} and other weights "
+            f"{format_bytes(now.weights_pinned_bytes)}.",
+            "Raise host_limit, offload fewer blocks (blocks=...), or give memory back first: "
+            "pool.release_pinned().",
+        )
+    if share is not None and not share.writes:
+        return  # the copy is there
     if copies + here > (there := available_host_bytes()):
         raise OffloadError(
             f"The weights of {len(weights)} blocks need {format_bytes(copies + here)} more of host "
@@ -220,10 +321,14 @@ def _check_host(weights: dict[str, list[_blocks.Weight]], target: torch.device) 
 
 
 def _move(
-    model: nn.Module, weights: dict[str, list[_blocks.Weight]], index: int, trained: bool
+    model: nn.Module,
+    weights: dict[str, list[_blocks.Weight]],
+    index: int,
+    trained: bool,
+    share: _share.Share | None,
 ) -> None:
     try:
-        made = move(model, weights, index, node_of(index), target_of(index), trained)
+        made = move(model, weights, index, node_of(index), target_of(index), trained, share)
     except ValueError as error:
         if "no host memory" not in str(error):
             raise

@@ -308,7 +308,8 @@ class _Chunks:
             warn(
                 f"stagehand_alloc: the host has no {format_bytes(wanted)} to pin for what "
                 f"{type(optimizer).__name__} keeps of a chunk: this one and the next stay on the "
-                "GPU.\nRaise the limit of locked memory (ulimit -l), or free host memory."
+                "GPU.\nRaise host_limit or the limit of locked memory (ulimit -l), or free host "
+                "memory."
             )
             return
         chunk.kept.append(_Kept(group, list(new)))

@@ -50,6 +50,8 @@ class _Load:
                 f"offloaded block {self._group.name!r}.",
                 "Load without assign=True, or before stagehand_alloc.offload(model).",
             )
+        if self._group.native.shared:
+            raise self._group.refuse_write("load_state_dict is refused")
         self._group.begin_load()
 
 

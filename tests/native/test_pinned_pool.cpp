@@ -508,6 +508,40 @@ TEST("demand stays bounded: past 256 sizes new ones are rounded up by less than 
   CHECK_EQ(count, entries.size());
 }
 
+TEST("a limit that counts weights: slabs get what these leave, and they what slabs leave") {
+  Pool pool;
+  pool.pool.configure(pool.pool.classes(), 2_MiB, 0, true);
+  CHECK(pool.pool.add_weights(1_MiB + 512_KiB));
+  CHECK(pool.grow(64_KiB));
+  CHECK_EQ(pool.counters.pinned_bytes, 512_KiB);
+  CHECK(!pool.grow(64_KiB));
+  CHECK(!pool.pool.add_weights(1));  // refused, it is not counted
+  CHECK_EQ(pool.counters.weights_pinned_bytes, 1_MiB + 512_KiB);
+  pool.pool.remove_weights(512_KiB);
+  CHECK(!pool.pool.add_weights(512_KiB + 1));
+  CHECK(pool.pool.add_weights(256_KiB));
+  CHECK(pool.grow(64_KiB));
+  CHECK_EQ(pool.counters.pinned_bytes, 768_KiB);
+}
+
+TEST("a limit that counts weights counts slabs that are being made") {
+  Pool pool;
+  pool.pool.configure(pool.pool.classes(), 1_MiB, 0, true);
+  Chunk chunk = pool.pool.start_growth(64_KiB);
+  CHECK_EQ(chunk.size, 1_MiB);
+  CHECK(!pool.pool.add_weights(1));
+  pool.pool.finish_growth(chunk, false);
+  CHECK(pool.pool.add_weights(1_MiB));
+}
+
+TEST("any other limit is of slabs alone") {
+  Pool pool;
+  pool.pool.configure(pool.pool.classes(), 512_KiB);
+  CHECK(pool.pool.add_weights(8_MiB));
+  CHECK(pool.grow(64_KiB));
+  CHECK_EQ(pool.counters.pinned_bytes, 512_KiB);
+}
+
 }  // namespace
 }  // namespace stagehand::core
 

@@ -559,15 +559,15 @@ def test_a_model_on_the_cpu_moves_and_is_plain_torchs() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_model_on_the_cpu_needs_host_memory_for_one_block_more(
+def test_a_model_on_the_cpu_needs_host_memory_for_two_blocks_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from stagehand_alloc._weights import offload as _offload
 
     monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB // 4)
-    with pytest.raises(OffloadError, match=r"need 515\.50 KiB more of host memory"):
+    with pytest.raises(OffloadError, match=r"need 1\.01 MiB more of host memory"):
         stagehand_alloc.offload(build())
-    monkeypatch.setattr(_offload, "available_host_bytes", lambda: MIB)
+    monkeypatch.setattr(_offload, "available_host_bytes", lambda: 2 * MIB)
     stagehand_alloc.offload(build())
 
 
