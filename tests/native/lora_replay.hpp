@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,7 +23,15 @@ struct LoraStep {
   Bytes in = 0;       // to the GPU, of both kinds;
   Bytes weights = 0;  // of those
   Bytes out = 0;
-  Bytes over = 0;  // `high`, at most
+  Bytes over = 0;          // `high`, at most
+  std::uint64_t late = 0;  // records that came back when they were asked for
+  std::uint64_t reruns = 0;
+};
+
+// What can be made again beside being moved.
+struct Recomputes {
+  bool nodes = true;           // what gelu makes
+  std::size_t per_region = 0;  // blocks that are one region; 0: there are none
 };
 
 // `patch`: charge_copies, whose copies share no link, or on_one_link.
@@ -41,10 +50,12 @@ struct StoreTensors {
     SavedAs saved;
     std::uint64_t ns = 0;          // of its recipe; 0: none
     std::shared_ptr<Record> from;  // what that reads
+    std::uint64_t number = 0;      // in the trace
   };
   using Held = std::shared_ptr<Record>;
   Rig rig;
   std::vector<Plan::ToProve> proofs;
+  std::function<void(std::uint64_t)> run_again;  // the region of that record
 
   explicit StoreTensors(const Machine& machine) : rig(machine) {}
 
@@ -69,16 +80,28 @@ struct HeapTensors : StoreTensors<CoreRig, Saved> {
 
   Made make(Bytes bytes, driver::Stream on) { return rig.allocate(bytes, on); }
   void drop(Made made) { CHECK(rig.runtime->free(made)); }
-  Held save(Made made, Bytes bytes, driver::Stream, const Held& from, std::uint64_t ns) {
+  Held save(Made made, Bytes bytes, driver::Stream, const Held& from, std::uint64_t ns,
+            Inside inside) {
     const Saved saved =
-        rig.runtime->save(made, made, made + bytes, false, recipe(made, bytes, from, ns), {});
+        rig.runtime->save(made, made, made + bytes, false, recipe(made, bytes, from, ns), inside);
     CHECK_EQ(saved.refusal, Refusal::none);
     return std::make_shared<Record>(Record{saved, ns, from});
+  }
+  // Its bytes are made on the stream, which takes so long, and are its own from here on.
+  void give(const Record& record, driver::Stream on, std::uint64_t ns) {
+    const RecordId id = record.saved.record;
+    const Address made = rig.allocate(rig.runtime->bytes_of(id), on);
+    CHECK_EQ(keep_busy(on, ns), driver::kSuccess);
+    CHECK(rig.runtime->refill(id, made, on));
+    CHECK(rig.runtime->free(made));
   }
   Block* unpack(const Record& record, driver::Stream on) {
     Runtime& runtime = *rig.runtime;
     Unpacked found = runtime.unpack(record.saved.record, record.saved.offset, on);
-    if (found.status == Status::recompute) {
+    if (found.status == Status::recompute && record.ns == 0) {
+      run_again(record.number);
+      found = runtime.unpack(record.saved.record, record.saved.offset, on);
+    } else if (found.status == Status::recompute) {
       const Address made = again(record, on);
       runtime.made(record.saved.record, on);
       CHECK(runtime.refill(record.saved.record, made, on));
@@ -116,12 +139,13 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
 
   Made make(Bytes bytes, driver::Stream on) { return {rig.torch.make(bytes, on), bytes, on, 0}; }
   void drop(const Made& made) { rig.drop(made); }
-  Held save(const Made& made, Bytes bytes, driver::Stream on, const Held& from, std::uint64_t ns) {
+  Held save(const Made& made, Bytes bytes, driver::Stream on, const Held& from, std::uint64_t ns,
+            Inside inside) {
     const Address first = made.address();
     FakeTorch::hold(made.storage);
     rig.note_usage();
     const Saved saved = rig.runtime->save_held(held_of(made), on, first, first, first + bytes,
-                                               false, recipe(first, bytes, from, ns), {});
+                                               false, recipe(first, bytes, from, ns), inside);
     CHECK_EQ(saved.refusal, Refusal::none);
     if (!saved.took_reference) {
       rig.torch.drop(made.storage);
@@ -129,6 +153,11 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
     rig.runtime->drop_orphans();
     return std::make_shared<Record>(
         Record{{saved.record, saved.offset, bytes, 0, saved.refusal}, ns, from});
+  }
+  void give(const Record& record, driver::Stream on, std::uint64_t ns) {
+    const Made made = make(rig.runtime->bytes_of(record.saved.record), on);
+    CHECK_EQ(keep_busy(on, ns), driver::kSuccess);
+    refill(record.saved.record, made, on);
   }
   Alias alias(const Held& held, driver::Stream on) { return unpack(*held, on); }
   void unalias(const Alias& tensor) { rig.drop(tensor); }
@@ -138,20 +167,25 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
   static HeldStorage held_of(const Made& made) {
     return {made.storage, made.storage, made.storage->address, made.storage->bytes};
   }
+  void refill(RecordId id, const Made& made, driver::Stream on) {
+    bool took = false;
+    FakeTorch::hold(made.storage);
+    CHECK(rig.runtime->refill_held(id, held_of(made), on, &took));
+    if (!took) {
+      rig.torch.drop(made.storage);
+    }
+    rig.drop(made);
+  }
   Alias unpack(const Record& record, driver::Stream on) {
     Runtime& runtime = *rig.runtime;
     const RecordId id = record.saved.record;
     rig.note_usage();
     Unpacked found = runtime.unpack(id, record.saved.offset, on);
-    if (found.status == Status::recompute) {
-      const Made made = again(record, on);
-      bool took = false;
-      FakeTorch::hold(made.storage);
-      CHECK(runtime.refill_held(id, held_of(made), on, &took));
-      if (!took) {
-        rig.torch.drop(made.storage);
-      }
-      rig.drop(made);
+    if (found.status == Status::recompute && record.ns == 0) {
+      run_again(record.number);
+      found = runtime.unpack(id, record.saved.offset, on);
+    } else if (found.status == Status::recompute) {
+      refill(id, again(record, on), on);
       found = runtime.unpack(id, record.saved.offset, on);
     }
     CHECK_EQ(found.status, Status::ok);
@@ -210,6 +244,19 @@ class EngineWeights {
     }
   }
   void start(std::size_t) { CHECK(false); }
+  // A region's re-run enters it: backward holds the two groups that it needed last.
+  void again(std::size_t block) {
+    const GroupId group = groups_[block];
+    if (std::find(window_.begin(), window_.end(), group) != window_.end()) {
+      return;
+    }
+    if (window_.size() == 2) {
+      runtime_.leave_weights(window_.front());  // first: its memory may be what makes room
+      window_.erase(window_.begin());
+    }
+    window_.push_back(group);
+    enter(group, UseKind::backward);
+  }
   // As the hooks do at each tensor.
   void more() {
     if (runtime_.lacks_weights()) {
@@ -236,13 +283,24 @@ class LoraReplay {
   // `rest`: what else the weights go by.
   template <class... Rest>
   LoraReplay(const LoraModel& model, Bytes high, const Machine& machine, const Rest&... rest)
+      : LoraReplay(model, high, machine, Recomputes{}, rest...) {}
+  template <class... Rest>
+  LoraReplay(const LoraModel& model, Bytes high, const Machine& machine, Recomputes what,
+             const Rest&... rest)
       : tensors_(machine),
         high_(high),
         events_(model.events),
         plain_us_(model.plain_us()),
         weights_(tensors_, stream_, model, rest...) {
     others_ = tensors_.make(kOthers, stream_);
-    find_recipes();
+    find_sizes();
+    if (what.nodes) {
+      find_recipes();
+    }
+    if (what.per_region > 0) {
+      find_regions(what.per_region);
+    }
+    tensors_.run_again = [this](std::uint64_t record) { run_again(record); };
   }
   ~LoraReplay() {
     drop_rest();
@@ -255,12 +313,11 @@ class LoraReplay {
   double plain_ms() const { return plain_us_ / 1e3; }
   StepShape shape() { return rig_.runtime->step_shape(); }
   void set_high(Bytes high) { high_ = high; }
-  // All that leaves is moved, from here on.
-  void make_nothing_again() { made_of_.clear(); }
 
   LoraStep step() {
     drop_rest();
     stagehand_sim_drain();
+    ++steps_;
     tensors_.begin_step();
     rig_.budget(high_, high_ - high_ / 9);
     rig_.runtime->reset_peaks();
@@ -279,6 +336,8 @@ class LoraReplay {
     done.in = after.restored_bytes - before.restored_bytes + done.weights;
     done.out = after.evicted_bytes - before.evicted_bytes;
     done.over = after.mapped_peak - std::min(after.mapped_peak, high_);
+    done.late = after.prefetch_lates - before.prefetch_lates;
+    done.reruns = after.reruns - before.reruns;
     return done;
   }
 
@@ -286,13 +345,18 @@ class LoraReplay {
   static constexpr Bytes kOthers = 200_MiB;
   static constexpr std::uint64_t kGeluNs = 250'000;
 
-  // What gelu makes of the other one of its size: the two largest of each block.
-  void find_recipes() {
-    Bytes largest = 0;
+  void find_sizes() {
     for (const Event& event : events_) {
       if (event.kind == 'a') {
         sizes_[event.a] = event.b;
       }
+    }
+  }
+
+  // What gelu makes of the other one of its size: the two largest of each block.
+  void find_recipes() {
+    Bytes largest = 0;
+    for (const Event& event : events_) {
       largest = std::max(largest, event.kind == 's' ? sizes_[event.b] : 0);
     }
     std::uint64_t last = 0;
@@ -305,6 +369,74 @@ class LoraReplay {
       }
       last = last != 0 ? 0 : event.a;
     }
+  }
+
+  // One run of a region: when it and its blocks begin, and when it saves what, as recorded.
+  struct Call {
+    struct Save {
+      std::uint64_t record = 0;
+      std::uint64_t us = 0;
+      std::size_t block = 0;
+    };
+    std::uint64_t begin_us = 0;
+    std::size_t first = 0;  // block
+    std::vector<Save> saves;
+    std::uint64_t since = 0;
+  };
+
+  void find_regions(std::size_t blocks) {
+    std::uint64_t us = 0;
+    std::size_t block = 0;
+    bool inside = false;
+    for (const Event& event : events_) {
+      us = event.kind == 't' ? event.a : us;
+      if (event.kind == 'e') {
+        inside = event.b == 0 || (event.b == 1 && (event.a + 1) % blocks != 0);
+        block = event.a;
+        if (event.b == 0 && event.a % blocks == 0) {
+          calls_.push_back({us, block, {}, 0});
+        }
+      } else if (event.kind == 's' && inside && call_of_.emplace(event.a, calls_.size()).second) {
+        calls_.back().saves.push_back({event.a, us, block});
+      }
+    }
+  }
+
+  // As far as the last of what was dropped.
+  void run_again(std::uint64_t asked) {
+    Runtime& runtime = *rig_.runtime;
+    const Call& call = calls_.at(call_of_.at(asked) - 1);
+    const auto dropped = [&](const typename Call::Save& save) {
+      const auto found = records_.find(save.record);
+      return found != records_.end() && runtime.dropped(found->second->saved.record);
+    };
+    const auto last = std::find_if(call.saves.rbegin(), call.saves.rend(), dropped);
+    CHECK(last != call.saves.rend());
+    const RecordId id = records_.at(last->record)->saved.record;
+    runtime.note_rerun();
+    runtime.making(id, stream_);
+    std::uint64_t us = call.begin_us;
+    std::size_t block = call.first;
+    weights_.again(block);
+    for (auto save = call.saves.begin(); save != last.base(); ++save) {
+      while (block < save->block) {
+        weights_.again(++block);
+      }
+      const std::uint64_t ns = 1000 * (save->us - std::exchange(us, save->us));
+      if (dropped(*save)) {
+        tensors_.give(*records_.at(save->record), stream_, ns);
+      } else {
+        CHECK_EQ(keep_busy(stream_, ns), driver::kSuccess);
+      }
+    }
+    runtime.made(id, stream_, true);
+  }
+
+  Inside inside(std::uint64_t record) const {
+    const auto found = call_of_.find(record);
+    return found == call_of_.end()
+               ? Inside{}
+               : Inside{steps_ * calls_.size() + found->second, calls_[found->second - 1].since};
   }
 
   void play(const Event& event) {
@@ -321,7 +453,8 @@ class LoraReplay {
         const bool can = of != made_of_.end();
         const auto from = can ? records_.at(of->second) : typename Tensors::Held{};
         const auto saved = tensors_.save(blocks_.at(event.b), sizes_.at(event.b), stream_, from,
-                                         can ? kGeluNs : 0);
+                                         can ? kGeluNs : 0, inside(event.a));
+        saved->number = event.a;
         if (!records_.emplace(event.a, saved).second) {
           tensors_.end(saved);  // the trace counts one for all
         }
@@ -341,6 +474,9 @@ class LoraReplay {
         aliases_.erase(event.a);
         break;
       case 'e':
+        for (Call& call : calls_) {
+          call.since = event.b == 0 && call.first == event.a ? rig_.runtime->serial() : call.since;
+        }
         event.b == 0   ? weights_.forward(event.a)
         : event.b == 1 ? weights_.left(event.a)
                        : weights_.backward(event.a);
@@ -367,6 +503,9 @@ class LoraReplay {
   const double plain_us_;
   driver::Stream stream_ = rig_.stream();
   BlockWeights weights_;
+  std::vector<Call> calls_;
+  std::map<std::uint64_t, std::size_t> call_of_;  // of a record, from 1 on
+  std::uint64_t steps_ = 0;
   typename Tensors::Made others_{};
   std::map<std::uint64_t, Bytes> sizes_;
   std::map<std::uint64_t, std::uint64_t> made_of_;  // records, by those that gelu made

@@ -81,8 +81,9 @@ TEST("U-Net: likewise at three") { expect_told("unet.txt", {0.9, 0.8, 0.75}); }
 // In GB. Weights come in whole groups, and holes decide of some, so bytes are told as they add up.
 void expect_told_with_weights(const LoraModel& model, const std::vector<double>& budgets,
                               double bytes_apart, double time_apart) {
-  LoraReplay<HeapTensors> replay(model, 24'000'000'000, lora_machine(on_one_link));
-  replay.make_nothing_again();  // a run without pressure does not know how long that takes
+  // A run without pressure does not know how long it takes to make something again.
+  const Recomputes nothing{false, 0};
+  LoraReplay<HeapTensors> replay(model, 24'000'000'000, lora_machine(on_one_link), nothing);
   double plain_ms = 0;
   for (int i = 0; i < kLearning; ++i) {
     plain_ms = replay.step().ms;

@@ -65,6 +65,29 @@ TEST("short sequences, which the link bounds: hardly more is loaded than must co
   holds_to<HeldTensors>(kShort, 4 * kGB, 2.50, 5.1);
 }
 
+// Settled steps, in plain ones.
+double settled(const char* trace, Bytes high, Recomputes what) {
+  constexpr int kTried = 30;  // steps, after which the plan is mostly what it stays
+  LoraReplay<HeapTensors> replay(equal_blocks(trace), high, lora_machine(on_one_link), what);
+  std::vector<double> ms;
+  for (int i = 0; i < kTried + kSteps / 2; ++i) {
+    const LoraStep step = replay.step();
+    if (i >= kTried) {
+      CHECK_EQ(step.over, 0);
+      ms.push_back(step.ms);
+    }
+  }
+  std::nth_element(ms.begin(), ms.begin() + ms.size() / 2, ms.end());
+  return ms[ms.size() / 2] / replay.plain_ms();
+}
+
+TEST("regions of two blocks, whose weights come again for a re-run: never slower than moving") {
+  const Recomputes moving{false, 0};
+  const Recomputes two{true, 2};
+  CHECK(settled(kLong, 8 * kGB, two) <= 1.01 * settled(kLong, 8 * kGB, moving));
+  CHECK(settled(kShort, 4 * kGB, two) <= 1.01 * settled(kShort, 4 * kGB, moving));
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
