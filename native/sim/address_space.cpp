@@ -61,21 +61,20 @@ std::uint64_t AddressSpace::take(std::uint64_t bytes, std::uint64_t alignment) {
   if (bytes_ == 0) {
     find_range();
   }
+  const std::uint64_t wanted = bytes + alignment;
   for (auto gap = free_.rbegin(); gap != free_.rend(); ++gap) {
     const auto [begin, size] = *gap;
     const std::uint64_t end = begin + size;
-    if (size < bytes || down(end - bytes, alignment) < begin) {
+    if (size < wanted || down(end - wanted, alignment) < begin) {
       continue;
     }
-    const std::uint64_t address = down(end - bytes, alignment);
+    const std::uint64_t address = down(end - wanted, alignment);
     if (address > begin) {
       gap->second = address - begin;
     } else {
       free_.erase(begin);
     }
-    if (end > address + bytes) {
-      free_.emplace(address + bytes, end - address - bytes);
-    }
+    free_.emplace(address + bytes, end - address - bytes);
     return address;
   }
   return taken_outside(bytes, alignment);

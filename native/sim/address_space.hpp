@@ -1,8 +1,9 @@
 // Addresses that cuMemAddressReserve hands out: host addresses nobody may touch.
 //
-// From one range, the highest that is free first, as Linux does. Where the host's kernel would put
-// them depends on what else the process has mapped, so on sanitizers and machines; and what an
-// allocator does hangs on which of two addresses is the lower one.
+// From one range, the highest that is free first, as Linux does, and with some that stay free
+// behind each: what runs over its end faults. Where the host's kernel would put them depends on
+// what else the process has mapped, so on sanitizers and machines; and what an allocator does hangs
+// on which of two addresses is the lower one.
 #pragma once
 
 #include <cstdint>

@@ -179,15 +179,14 @@ def _advised(known: KnownStep, high: int, link: Link, plain_ms: float, least: in
 
 
 def _ask(known: KnownStep, high: int, link: Link) -> dict[str, Any]:
-    return native.advise(
-        known.records,
-        known.full,
-        known.at_ns,
-        known.idle,
-        high,
-        link.d2h / 1e9,
-        link.h2d / 1e9,
-    )
+    rates = link.d2h / 1e9, link.h2d / 1e9
+    try:
+        return native.advise(known.records, known.full, known.at_ns, known.idle, high, *rates)
+    except ValueError as error:
+        raise TelemetryError(
+            f"The telemetry has a step that cannot be: {error}.",
+            "Its file is broken. Train 8 steps of one kind or more with pool(telemetry=...) again.",
+        ) from error
 
 
 def _plain_ms(run: Run, known: KnownStep) -> float:

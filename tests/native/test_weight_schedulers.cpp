@@ -107,7 +107,7 @@ TEST("unequal blocks: slower than what keeps those that compute least for their 
 
 TEST("in torch's cache: slower than the best of the three, with unequal blocks by much") {
   holds_to<HeldTensors>(equal_blocks(kLong), 12 * kGB, {{0, 2}, {7, 2}, {6, 2}}, 1.05);
-  holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.19);
+  holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.28);
 }
 
 TEST("unequal blocks are made with as much weight and computing in all as was recorded") {

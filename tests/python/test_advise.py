@@ -120,7 +120,7 @@ def test_the_engine_refuses_a_step_that_cannot_be(
     records: Any, full: Any, at_ns: Any, rate: float
 ) -> None:
     with pytest.raises(ValueError, match=r"step|record"):
-        _native.advise(records, full, at_ns, 1, rate, rate)
+        _native.advise(records, full, at_ns, [], 1, rate, rate)
 
 
 def test_the_command_prints_a_table_or_json(
