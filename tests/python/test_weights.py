@@ -602,7 +602,7 @@ class Region(Model):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.layers[0](self.embedding(tokens))
         x = stagehand_alloc.checkpoint(functools.partial(self.through, list(self.layers)[1:]), x)
-        return F.cross_entropy(self.head(x), tokens)
+        return F.cross_entropy(self.head(x) / WIDTH, tokens)
 
     @staticmethod
     def through(layers: Any, x: Tensor) -> Tensor:
