@@ -40,6 +40,7 @@ class Setup:
     gradient: Callable[[nn.Parameter], Tensor | None] = lambda p: p.grad
     same_steps: int = 3  # of the compared ones, those that are to be plain torch's bit by bit
     touchable: bool = True  # its blocks may be called by themselves
+    load: float = 0  # ms, of `offload`
 
 
 def need(library: str) -> None:

@@ -74,6 +74,8 @@ class Result:
     map_calls: float = 0
     group: int = 0  # the largest block's weights
     weights: int = 0  # of all blocks
+    load: float = 0  # the time of `offload`, of a model on the CPU
+    pinned: int = 0  # for host copies of weights
     digests: list[str] = field(default_factory=list)  # of each compared step
     bitwise: bool | None = None  # whether they are those of the base; None: not compared
     to_plain: float = 0  # over the step of plain torch without checkpoints

@@ -149,6 +149,10 @@ class Rows:
                 least = least_ms(self.cases[one.name], one.high, plain, rates)
                 yield self._row(f"{name}, 20 GiB, of the bound", one.step / least, 1.15)
                 yield from self._held(f"{name}, 20 GiB", one)
+                if name == "48 blocks":
+                    yield self._row(f"{name}, loaded from the CPU, s", one.load / 1e3, 4)
+                    claim = f"{name}, host bytes of the weights'"
+                    yield self._row(claim, one.pinned / one.weights, 1.02)
 
     def _full(self, rates: Rates) -> Iterator[Row | Missing]:
         if pair := self._with("full 24", "plain full"):

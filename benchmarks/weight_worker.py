@@ -140,14 +140,15 @@ def ours(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
     if case.mode == "allocator" and not place.simulated:
         torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
     model = build(case, place.device, torch.device("cpu") if case.offload else None)
-    if case.offload:
-        stagehand_alloc.offload(model, trained=case.full)
+    load, _ = place.timed(
+        lambda: case.offload and stagehand_alloc.offload(model, trained=case.full)
+    )
     if not place.simulated:
         torch.cuda.empty_cache()
     pool = stagehand_alloc.pool(high=high)
     if case.link:
         pool.limits(h2d_bytes_per_second=int(case.link * GB))
-    setup = Setup(model, around=pool)
+    setup = Setup(model, around=pool, load=load)
     if not case.forward_only:
         setup.optimizer = weight_anchors.adamw(model)
         if case.full:
@@ -182,6 +183,7 @@ class Measured:
         self.case, self.place, self.result = case, place, result
         self.setup, stagehand = set_up(case, place, result.high)
         model = self.setup.model
+        result.load = self.setup.load
         sizes = block_bytes(model, case.full)
         result.weights, result.group = sum(sizes), max(sizes)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -203,6 +205,7 @@ class Measured:
         result.step = statistics.median(place.timed(self._step)[0] for _ in range(case.steps))
         if stagehand is not None:
             counted(result, stagehand.stats().since(before), case.steps)
+            result.pinned = stagehand.stats().weights_pinned_bytes
         result.peak, result.reserved = place.peaks()
         self._parts()
 
