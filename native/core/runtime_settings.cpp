@@ -293,7 +293,15 @@ Plan::Shown Runtime::plan_shown() {
 StepShape Runtime::step_shape() {
   const Entry entry(d_.gate);
   const std::shared_ptr<const Trace> newest = d_.plan.newest();
-  return newest != nullptr ? shape_of(*newest) : StepShape{};
+  if (newest == nullptr) {
+    return {};
+  }
+  StepShape shape = shape_of(*newest);
+  const Standing& standing = d_.weights.standing();
+  for (GroupId id = 0; id < standing.size(); ++id) {
+    shape.dirty += standing.at(id).dirty;
+  }
+  return shape;
 }
 
 std::uint32_t Runtime::step_kind() {

@@ -23,6 +23,7 @@ struct StepShape {
   LaneRates rates;
   bool rates_known = false;
   StepTotals totals;
+  Bytes dirty = 0;  // of offloaded weights, newer than their host copies as this is asked
 
   KnownStep known() const { return {records, full, at_ns, high, rates.out, rates.in, idle}; }
 };

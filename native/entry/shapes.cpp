@@ -88,6 +88,7 @@ nb::dict step_shape(int device) {
         {static_cast<std::int64_t>(one.bytes), signed_place(one.from), signed_place(one.until)});
   }
   found["idle"] = idle;
+  found["dirty"] = shape.dirty;
   found["out_bytes_per_ns"] = shape.rates_known ? shape.rates.out : 0.0;
   found["in_bytes_per_ns"] = shape.rates_known ? shape.rates.in : 0.0;
   found["all_ns"] = shape.totals.all_ns;

@@ -101,7 +101,7 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
             "Train at least 8 steps of one kind with pool(telemetry=...), and end them.",
         )
     if run.has_weights():
-        _check_weights(run, known)
+        _check_weights(run, known, run.shape.dirty)
     measured = Link(run.shape.d2h_rate, run.shape.h2d_rate, "as this run measured")
     if link is None and measured.d2h > 0:
         link = measured
@@ -127,7 +127,7 @@ def advise(run: Run, highs: Sequence[int] = (), link: Link | None = None) -> Adv
     )
 
 
-def _check_weights(run: Run, known: KnownStep) -> None:
+def _check_weights(run: Run, known: KnownStep, dirty: int) -> None:
     weights = size(int(run.most("weights_bytes")))
     if not known.idle:
         raise TelemetryError(
@@ -135,10 +135,10 @@ def _check_weights(run: Run, known: KnownStep) -> None:
             "they were used: an older version wrote it, or the last step used none.",
             "Train at least 8 steps of one kind with pool(telemetry=...), and end them.",
         )
-    if (written := run.total("weights_written_bytes")) > 0:
+    if dirty > 0 or run.total("weights_written_bytes") > 0:
         raise TelemetryError(
-            f"{run.file}: {run.name} wrote {size(int(written))} of trained weights and optimizer "
-            "state to the host. The forecast knows of weights that only come.",
+            f"{run.file}: {run.name} trained some of its {weights} of offloaded weights and "
+            "optimizer state. The forecast knows of weights that only come.",
             "Train some steps with each budget, and read their reports.",
         )
 

@@ -74,6 +74,8 @@ class StepShape:
     h2d_rate: int
     known: KnownStep | None
     """None: too large a step to be kept."""
+    dirty: int = 0
+    """Of offloaded weights, newer than their host copies: what is trained."""
 
 
 def kind_of(device: int) -> int:
@@ -102,6 +104,7 @@ def read(device: int) -> StepShape | None:
         d2h_rate=int(raw["out_bytes_per_ns"] * 1e9),
         h2d_rate=int(raw["in_bytes_per_ns"] * 1e9),
         known=known if len(known.full) <= _MOST_MOMENTS else None,
+        dirty=raw["dirty"],
     )
 
 
@@ -159,6 +162,7 @@ def from_json(found: Any) -> StepShape | None:
             curve=_curve(found["curve"]),
             plan=StepPlan(lines, **times),
             known=_unpacked(found["packed"]) if "packed" in found else None,
+            dirty=_number(found.get("dirty", 0)),  # an older version wrote none
             **{name: _number(found[name]) for name in names},
         )
     except (KeyError, TypeError, ValueError, OverflowError, zlib.error, RecursionError):

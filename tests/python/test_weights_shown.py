@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora import DEVICE, MIB, Model, trained
+import torch
+from lora import DEVICE, MIB, Model, tokens, trained
 from lora import build as build_of
 from telemetry_lines import GIB, known_step, line, shape, with_shape, write
 
@@ -251,9 +252,34 @@ def test_advise_refuses_weights_that_it_is_not_told_the_uses_of_or_that_are_writ
         _advice.advise(streamed(of=shape()), [8 * GIB], LINK)
     assert len(str(caught.value).splitlines()) == 2
     written = streamed(of=of_idle_weights(), weights_written_bytes=GIB)
-    with pytest.raises(TelemetryError, match=r"wrote 8\.00 GiB of trained weights") as caught:
-        _advice.advise(written, [8 * GIB], LINK)
-    assert len(str(caught.value).splitlines()) == 2
+    with_room = streamed(of=dataclasses.replace(of_idle_weights(), dirty=GIB))
+    for run in (written, with_room):
+        with pytest.raises(TelemetryError, match=r"trained some of its 10\.00 GiB") as caught:
+            _advice.advise(run, [8 * GIB], LINK)
+        assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.usefixtures("none_left")
+def test_advise_refuses_a_run_that_had_room_for_what_it_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    model = build().requires_grad_()
+    stagehand_alloc.offload(model, trained=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    pool = stagehand_alloc.pool(high=ROOM, telemetry=path)
+    for step in range(9):
+        with pool:
+            loss = model(tokens(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _telemetry.close()
+    assert all(
+        json.loads(one)["weights_written_bytes"] == 0 for one in path.read_text().splitlines()
+    )
+    assert main(["advise", str(path), "--link", "25GB/s"]) == 2
+    assert "trained some of its" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("row", [(GIB, 2), (GIB, "2", 4), (-GIB, 2, 4), (GIB, 99, 4), (0, 2, 4)])
