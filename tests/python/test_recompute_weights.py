@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ class Spans(Model):
     def run(self) -> Any:
         layers, together = list(self.layers), self.together
 
-        def run(some: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+        def run(some: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
             for layer in some:
                 x = layer(x)
             return x
