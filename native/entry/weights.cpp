@@ -358,7 +358,11 @@ void WeightGroup::leave_backward(nb::handle self) {
       if (group->open_ > 0) {
         group->wrote();
       }
-      error.discard_as_unraisable("stagehand_alloc: the end of a backward");
+      if (error.matches(PyExc_KeyboardInterrupt)) {
+        PyErr_SetInterrupt();  // raised where Python code runs next
+      } else {
+        error.discard_as_unraisable("stagehand_alloc: the end of a backward");
+      }
     }
   }
   group->leave();

@@ -86,8 +86,11 @@ def weights_of(
     """
     uses: dict[int, set[str]] = {}
     changing: set[int] = set()  # that any parameter over them is trained in
-    for name, module in model.named_modules():
-        owner = _owner(name, blocks)
+    block_of = {id(block): name for name, block in blocks.items()}
+    owners: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # one may be in two blocks
+        owner = block_of.get(id(module), owners.get(name.rpartition(".")[0], ""))
+        owners[name] = owner
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None:
                 continue
@@ -163,14 +166,6 @@ def _neither(asked: object) -> ConfigError:
         "model.",
         "Take names or modules from model.named_modules().",
     )
-
-
-def _owner(name: str, blocks: dict[str, nn.Module]) -> str:
-    while name:
-        if name in blocks:
-            return name
-        name = name.rpartition(".")[0]
-    return ""
 
 
 def parts_of(tensor: Any) -> Iterator[Tensor]:

@@ -215,14 +215,17 @@ class _Chunks:
         What an error leaves behind stays as it is, and steps in chunks.
         """
         self._check_loaded(optimizer)
+        inside = OffloadError(
+            f"{type(optimizer).__name__} is in the middle of a step: what it keeps cannot be "
+            "restored.",
+            "Call restore() outside of its step.",
+        )
+        if self.calls > 0:  # also in a closure or a hook, where nothing is at home
+            raise inside
         for chunk in self.chunks:
             while chunk.kept:
                 if not chunk.kept[-1].native.restore():
-                    raise OffloadError(
-                        f"{type(optimizer).__name__} is in the middle of a step: what it keeps "
-                        "cannot be restored.",
-                        "Call restore() outside of its step.",
-                    )
+                    raise inside
                 chunk.kept.pop()
         for handle in self.handles:
             handle.remove()

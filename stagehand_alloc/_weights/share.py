@@ -157,8 +157,12 @@ def _found(
 def _opened(holder: list[int], said: dict[str, Any]) -> int | None:
     """The holder's memory file, opened again; None where it has it no more. PermissionError."""
     pid, number = holder
+    path = f"/proc/{pid}/fd/{number}"
     try:
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        seen = os.stat(path)  # first: opening a device that has the number by now may do something
+        if [seen.st_dev, seen.st_ino] != said.get("inode"):
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except PermissionError:
         if _is_ours(pid):
             raise
@@ -235,6 +239,12 @@ def _open(name: str, path: Path) -> int:
             f"{path}, the file of the shared copy {shown(name)}, belongs to user {seen.st_uid}.",
             "Remove it, or set TMPDIR to a directory of your own, for all processes.",
         )
+    if seen.st_nlink > 1:  # somebody has put a name of another file of ours there
+        os.close(file)
+        raise OffloadError(
+            f"{path}, the file of the shared copy {shown(name)}, has another name, too.",
+            "Remove it, or set TMPDIR to a directory of your own, for all processes.",
+        )
     return file
 
 
@@ -267,8 +277,10 @@ def _read(file: int) -> dict[str, Any]:
 
 
 def _write(file: int, said: dict[str, Any]) -> None:
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps({"version": _VERSION, **said}).encode(), 0)
+    """Where its disk is full it says nothing, and the next one finds nobody."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps({"version": _VERSION, **said}).encode(), 0)
 
 
 def _close(path: Path, fd: int, process: int) -> None:

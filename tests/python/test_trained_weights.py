@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from training import digest, gradients, leaves_nothing
 
 import stagehand_alloc
-from stagehand_alloc import _native
+from stagehand_alloc import OffloadError, _native
 from stagehand_alloc._tell import StagehandWarning, warn_once
 from stagehand_alloc._weights.groups import registry
 
@@ -870,6 +871,22 @@ def test_a_frozen_weight_that_an_optimizer_writes_to_is_kept() -> None:
     assert found == {name: digest(tensor) for name, tensor in expected.state_dict().items()}
 
 
+def test_an_interrupt_at_the_end_of_a_backward_is_not_lost() -> None:
+    model = offloaded()
+    left: list[int] = []
+
+    def interrupted() -> None:
+        left.append(1)
+        if len(left) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    registry.of(model.layers[3]).native.before_leave = interrupted  # type: ignore[union-attr]
+    loss = model(tokens(0))
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert left
+
+
 # --- Who calls the step, and its end
 
 
@@ -1056,3 +1073,24 @@ def test_autocast_is_not_told_of_where_it_keeps_no_copies() -> None:
     assert cast(offloaded(few), cache_enabled=False) == []
     assert cast(offloaded(few), enabled=False) == []
     assert cast(stagehand_alloc.offload(build())) == []
+
+
+@pytest.mark.parametrize("where", ["closure", "hook"])
+def test_what_is_kept_is_not_restored_inside_of_a_step(where: str) -> None:
+    model = offloaded()
+    optimizer = stagehand_alloc.offload_optimizer(adamw(model))
+    with stagehand_alloc.pool(high=30 * MIB):
+        model(tokens(0)).backward()
+    optimizer.step()
+
+    def end(*_: Any) -> None:
+        stagehand_alloc.restore(optimizer)
+
+    hook = optimizer.register_step_pre_hook(end) if where == "hook" else None
+    with pytest.raises(OffloadError, match="in the middle of a step"):
+        optimizer.step(end if where == "closure" else None)  # type: ignore[arg-type]
+    if hook is not None:
+        hook.remove()
+    optimizer.step()
+    stagehand_alloc.restore(optimizer)
+    optimizer.step()

@@ -636,6 +636,22 @@ def test_what_is_shared_and_what_is_trained_stays() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+class OneModule(Model):
+    """Its blocks have one module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.up = self.layers[0].up  # type: ignore[union-attr]
+
+
+def test_a_module_of_several_blocks_stays() -> None:
+    expected = plain(OneModule, steps=2)
+    model = stagehand_alloc.offload(build(OneModule))
+    model.layers[3].up.weight.sum()
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB), steps=2) == expected
+
+
 def test_a_forked_child_is_told(model: Any) -> None:
     child = os.fork()
     if child == 0:

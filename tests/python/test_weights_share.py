@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -383,6 +384,57 @@ def test_a_number_that_is_another_files_by_now_is_not_taken_for_the_copy(name: s
         finally:
             os.close(found.fd)
     again.close()
+
+
+def test_a_number_that_is_another_files_by_now_is_not_even_opened(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _share.joined(name, LAYOUT) as found:
+        pass
+    kept = _share.place_of(name).read_bytes()
+    found.close()
+    opened: list[str] = []
+    real = os.open
+
+    def seen(path: Any, *how: Any) -> int:
+        opened.append(str(path))
+        return real(path, *how)
+
+    with open(tmp_path / "other", "wb+") as file:  # it may be a device, where opening does more
+        os.dup2(file.fileno(), found.fd)
+        try:
+            _share.place_of(name).write_bytes(kept)
+            monkeypatch.setattr(os, "open", seen)
+            with _share.joined(name, LAYOUT) as again:
+                assert again.writes
+        finally:
+            os.close(found.fd)
+    assert not [path for path in opened if path.startswith("/proc/")]
+    again.close()
+
+
+def test_a_file_that_has_another_name_too_is_not_written_to(name: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_text("what was there")
+    os.link(theirs, _share.place_of(name))  # as others may, where hard links are not protected
+    with pytest.raises(OffloadError, match="has another name"), _share.joined(name, LAYOUT):
+        pass
+    assert theirs.read_text() == "what was there"
+    _share.place_of(name).unlink()
+
+
+def test_a_full_disk_loses_the_name_and_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        first = stagehand_alloc.offload(build(), share=name)
+    second = stagehand_alloc.offload(build(), share=name)
+    assert inode(first) != inode(second)
+    assert digests(first) == digests(second) == digests(build())
 
 
 def test_nobody_can_cut_the_copy_short(name: str) -> None:
