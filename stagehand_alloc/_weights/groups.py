@@ -207,10 +207,14 @@ class Group:
     def after_backward(self) -> None:
         """What ran in a backward that held it may have written to it, as `keep_changes` sees.
 
-        What steps in hooks of a parameter may do so through ``.data``, which no version shows.
+        What steps in hooks may do so through ``.data``, which no version shows: where a parameter
+        has one, or no gradient any more, which also hooks that are gone, and those of autograd's
+        nodes, leave behind. Not protected: a node's that keeps the gradient.
         """
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.trained()):
-            self.wrote()
+        for p in self.trained():
+            if p.grad is None or p._backward_hooks or p._post_accumulate_grad_hooks:
+                self.wrote()
+                break
         self.keep_changes()
 
     def write_back(self) -> None:

@@ -779,6 +779,29 @@ def test_what_hooks_of_gradients_write_in_backward_is_kept(write: Callable[[Any]
     assert stepped(offloaded(few), stagehand_alloc.pool(high=8 * MIB)) == expected
 
 
+@pytest.mark.parametrize("where", ["node", "once"])
+def test_what_hooks_that_no_parameter_has_write_in_backward_is_kept(where: str) -> None:
+    def stepped(model: Any, pool: Any) -> Any:
+        nodes, handles = [], {}
+
+        def write(parameter: Any) -> None:
+            through_data(parameter)
+            if handle := handles.pop(id(parameter), None):
+                handle.remove()
+
+        for parameter in model.layers.parameters():
+            if where == "node":
+                nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+                nodes[-1].register_hook(lambda *_, one=parameter: write(one))
+            else:
+                handle = parameter.register_post_accumulate_grad_hook(write)
+                handles[id(parameter)] = handle
+        return trained_by(model, pool, lambda: None, 1 if where == "once" else 3)
+
+    expected = stepped(build(few), None)
+    assert stepped(offloaded(few), stagehand_alloc.pool(high=8 * MIB)) == expected
+
+
 def test_a_frozen_weight_that_backward_writes_to_is_kept_and_an_error_is_told_of(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
