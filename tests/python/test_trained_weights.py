@@ -101,6 +101,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def leaves_no_weights() -> Iterator[None]:
+    registry.high.clear()  # of the pools of other tests
     yield
     gc.collect()
     assert _native.weights(DEVICE)["bytes"] == 0
