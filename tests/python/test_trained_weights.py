@@ -783,7 +783,8 @@ def test_what_hooks_of_gradients_write_in_backward_is_kept(write: Callable[[Any]
 @pytest.mark.parametrize("where", ["node", "once"])
 def test_what_hooks_that_no_parameter_has_write_in_backward_is_kept(where: str) -> None:
     def stepped(model: Any, pool: Any) -> Any:
-        nodes, handles = [], {}
+        nodes: list[Any] = []
+        handles: dict[int, Any] = {}
 
         def write(parameter: Any) -> None:
             through_data(parameter)
