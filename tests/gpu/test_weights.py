@@ -7,6 +7,7 @@ On torch's own allocator and on the process allocator; the model is 12 blocks of
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -131,9 +132,12 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer, pool: Any = None) 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     found += [digest(tensor) for tensor in model.state_dict().values()]
-    for kept in optimizer.state_dict()["state"].values():
-        found += [digest(kept[key]) for key in sorted(kept)]
-    return found
+    return found + kept_by(optimizer)
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> list[str]:
+    state = optimizer.state_dict()["state"].values()
+    return [digest(kept[key]) for kept in state for key in sorted(kept)]
 
 
 def assert_trains_all(fused: bool) -> None:
@@ -153,6 +157,10 @@ def assert_trains_all(fused: bool) -> None:
     weights = _native.weights(0)
     assert whole(model, optimizer, stagehand_alloc.pool(high=before + 900 * MIB)) == expected
     assert _native.weights(0)["written_bytes"] > weights["written_bytes"]
+    kept = kept_by(optimizer)
+    stagehand_alloc.restore(optimizer)
+    assert all(one["exp_avg"].is_cuda for one in optimizer.state.values())
+    assert kept_by(optimizer) == kept
     assert _native.check_invariants(0) == ""
 
 
@@ -172,11 +180,25 @@ def test_a_model_on_the_cpu_goes_block_by_block(torch_books: None) -> None:
     expected = trained(build(), steps=2)
     before = in_use()
     torch.cuda.reset_peak_memory_stats()
+    counted = stagehand_alloc.stats()
     model = stagehand_alloc.offload(build(device="cpu"))
-    assert torch.cuda.max_memory_allocated() - before < 3 * 32 * MIB
+    assert torch.cuda.max_memory_allocated() - before < 32 * MIB
+    moved = stagehand_alloc.stats().since(counted)
+    assert (moved.h2d_bytes, moved.d2h_bytes) == (0, 0)
     assert trained(model, stagehand_alloc.pool(high=in_use() + 320 * MIB), steps=2) == expected
     state = model.state_dict()
     assert state["layers.3.up.weight"].device.type == "cpu"
+
+
+def test_two_models_that_share_a_host_copy_are_plain_torchs(torch_books: None) -> None:
+    import stagehand_alloc
+
+    expected = trained(build(), steps=2)
+    name = f"gpu test {os.getpid()}"
+    models = [stagehand_alloc.offload(build(device="cpu"), share=name) for _ in range(2)]
+    assert stagehand_alloc.stats().weights_pinned_bytes >= 2 * BLOCKS * 32 * MIB
+    for model in models:
+        assert trained(model, stagehand_alloc.pool(high=in_use() + 320 * MIB), steps=2) == expected
 
 
 def test_a_model_that_finds_no_room_is_on_the_cpu_again(torch_books: None) -> None:
