@@ -55,8 +55,27 @@ void touch(std::byte* begin, const std::byte* end) {
   }
 }
 
-unsigned thread_count() {
-  return std::clamp(std::thread::hardware_concurrency() / 2, 1u, kTouchThreads);
+// Calls `run(begin, end)` for shares of `size` bytes, each on a thread of its own. What no thread
+// is to be had for is run here.
+template <class Run>
+void start_shares(std::vector<std::thread>* threads, Bytes size, Run run) {
+  const unsigned count = std::clamp(std::thread::hardware_concurrency() / 2, 1u, kTouchThreads);
+  const Bytes share = round_up(size / count, kHugePage);
+  Bytes begin = 0;
+  try {
+    for (; begin < size; begin += share) {
+      threads->emplace_back(run, begin, std::min(begin + share, size));
+    }
+  } catch (const std::system_error&) {
+    run(begin, size);
+  }
+}
+
+void join(std::vector<std::thread>* threads) {
+  for (std::thread& thread : *threads) {
+    thread.join();
+  }
+  threads->clear();
 }
 
 // Calls `part` for all that the copies are, in parts: each as where to, where from, and how many
@@ -79,22 +98,14 @@ void in_parts(std::span<const HostMove> copies, Part part) {
       before += one.bytes;
     }
   };
-  const unsigned count = all < kTouchThreshold ? 1 : thread_count();
-  const Bytes share = round_up(all / count, kHugePage);
+  if (all < kTouchThreshold) {
+    run(0, all);
+    return;
+  }
   std::vector<std::thread> threads;
-  threads.reserve(count);
-  Bytes begin = 0;
-  try {
-    for (; begin + share < all; begin += share) {
-      threads.emplace_back(run, begin, begin + share);
-    }
-  } catch (const std::system_error&) {
-    // no more threads to be had: this one does the rest
-  }
-  run(begin, all);
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
+  threads.reserve(kTouchThreads);
+  start_shares(&threads, all, run);
+  join(&threads);
 }
 
 bool halve(Chunk* chunk) {
@@ -149,24 +160,11 @@ void Toucher::start(std::byte* host, Bytes size) {
   if (size < kTouchThreshold || !touches()) {
     return;
   }
-  const unsigned count = thread_count();
-  const Bytes share = round_up(size / count, kHugePage);
-  Bytes begin = 0;
-  try {
-    for (; begin < size; begin += share) {
-      threads_.emplace_back(touch, host + begin, host + std::min(begin + share, size));
-    }
-  } catch (const std::system_error&) {
-    touch(host + begin, host + size);  // no more threads to be had: this one touches the rest
-  }
+  start_shares(&threads_, size,
+               [host](Bytes begin, Bytes end) { touch(host + begin, host + end); });
 }
 
-void Toucher::wait() {
-  for (std::thread& thread : threads_) {
-    thread.join();
-  }
-  threads_.clear();
-}
+void Toucher::wait() { join(&threads_); }
 
 void copy_on_host(std::span<const HostMove> copies) {
   in_parts(copies,
