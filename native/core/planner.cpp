@@ -1,6 +1,7 @@
 #include "core/planner.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/fate_search.hpp"
@@ -74,6 +75,17 @@ double cost(const KnownStep& step, const Forecast& told, const Forecast& before,
 }
 
 }  // namespace
+
+std::vector<Bytes> idle_bytes(const KnownStep& step) {
+  const std::size_t moments = step.full.size();
+  std::vector<Bytes> bytes(moments + 1, 0);  // changes first; unsigned, and sums come out right
+  for (const IdleWeights& one : step.idle) {
+    bytes[std::min<std::size_t>(one.from, moments)] += one.bytes;
+    bytes[std::min<std::size_t>(one.until, moments)] -= one.bytes;
+  }
+  std::partial_sum(bytes.begin(), bytes.end(), bytes.begin());
+  return bytes;
+}
 
 Forecast forecast(const KnownStep& step, std::span<const Fate> fates) {
   Grid grid(step);

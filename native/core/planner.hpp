@@ -101,6 +101,9 @@ struct Forecast {
   Bytes weights = 0;           // that left for nothing, and come again in the step
 };
 
+// What weights take that nobody holds, of each moment and after the last one.
+std::vector<Bytes> idle_bytes(const KnownStep& step);
+
 Forecast forecast(const KnownStep& step, std::span<const Fate> fates);
 
 // What the planner finds, the one with the least forecast first; and what that is, in ns that the

@@ -48,17 +48,11 @@ struct Grid {
       const auto bucket = static_cast<std::size_t>(static_cast<double>(step.at_ns[m]) / bucket_ns);
       bucket_of[m] = std::min(bucket, buckets - 1);
     }
-    std::vector<Bytes> idle(moments + 1, 0);  // changes; unsigned, and sums come out right
-    for (const IdleWeights& one : step.idle) {
-      idle[std::min<std::size_t>(one.from, moments)] += one.bytes;
-      idle[std::min<std::size_t>(one.until, moments)] -= one.bytes;
-    }
-    Bytes there = 0;
+    const std::vector<Bytes> idle = idle_bytes(step);
     for (std::size_t m = 0; m < moments; ++m) {
-      there += idle[m];
       const std::size_t last = m + 1 < moments ? bucket_of[m + 1] : buckets - 1;
       const double above =
-          static_cast<double>(step.full[m] + there + step.ahead) - static_cast<double>(step.high);
+          static_cast<double>(step.full[m] + idle[m] + step.ahead) - static_cast<double>(step.high);
       for (std::size_t b = bucket_of[m]; b <= last; ++b) {
         over[b] = std::max(over[b], above);
       }

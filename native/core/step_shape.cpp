@@ -11,15 +11,6 @@ namespace {
 
 // Of `high`, what no block fits into: recorded steps of six models occupied 98.5 % to 100 % of it.
 constexpr Bytes kHoles = 256;
-// Changes of what idle weights take, by moment; unsigned, and sums come out right.
-std::vector<Bytes> weights_there(const KnownStep& step) {
-  std::vector<Bytes> change(step.full.size() + 1, 0);
-  for (const IdleWeights& one : step.idle) {
-    change[std::min<std::size_t>(one.from, step.full.size())] += one.bytes;
-    change[std::min<std::size_t>(one.until, step.full.size())] -= one.bytes;
-  }
-  return change;
-}
 
 // What evicting without a plan comes to: whenever a moment lacks room, weights leave that nobody
 // holds, for nothing, and where there are none, records; of each what is needed last.
@@ -47,18 +38,16 @@ std::vector<Fate> needed_last(const KnownStep& step) {
   for (std::uint32_t i = 0; i < step.idle.size(); ++i) {
     add(step.idle[i].from, {step.idle[i].until, records + i, step.idle[i].bytes, true});
   }
-  const std::vector<Bytes> weights = weights_there(step);
+  const std::vector<Bytes> idle = idle_bytes(step);
   std::vector<Bytes> back(step.full.size() + 1, 0);
   std::priority_queue<Candidate> candidates;
   Bytes away = 0;
-  Bytes there = 0;
   for (std::size_t m = 0; m < step.full.size(); ++m) {
     away -= back[m];
-    there += weights[m];
     for (const Candidate& one : from[m]) {
       candidates.push(one);
     }
-    while (step.full[m] + there > step.high + away && !candidates.empty()) {
+    while (step.full[m] + idle[m] > step.high + away && !candidates.empty()) {
       const Candidate one = candidates.top();
       candidates.pop();
       if (one.used <= m) {
@@ -101,21 +90,18 @@ Bytes largest_that_leaves(const KnownStep& step, std::span<const Fate> fates) {
   return largest;
 }
 
-Bytes largest_that_may_leave(const KnownStep& step) {
-  Bytes largest = 0;
-  for (const KnownRecord& one : step.records) {
-    const bool may = one.retained < step.full.size() && one.retained < one.used;
-    largest = std::max(largest, may ? one.bytes : 0);
-  }
-  return largest;
-}
-
-Bytes largest_idle(const KnownStep& step) {
-  Bytes largest = 0;
+// A group comes ahead of its use, a record likewise, and what leaves for it may be there still.
+Bytes room_ahead(const KnownStep& step) {
+  Bytes group = 0;
   for (const IdleWeights& one : step.idle) {
-    largest = std::max(largest, one.bytes);
+    group = std::max(group, one.bytes);
   }
-  return largest;
+  Bytes record = 0;
+  for (const KnownRecord& one : step.records) {
+    const bool may_leave = one.retained < step.full.size() && one.retained < one.used;
+    record = std::max(record, may_leave ? one.bytes : 0);
+  }
+  return std::min(step.high, group + 2 * record);
 }
 
 }  // namespace
@@ -144,8 +130,7 @@ Advice advise(KnownStep step) {
   advice.fates = choose_fates(step, needed_last(step));
   advice.forecast = forecast(step, advice.fates);
   if (advice.forecast.weights > 0) {
-    // A group comes ahead of its use, a record likewise, and what leaves for it may be there still.
-    step.ahead = std::min(step.high, largest_idle(step) + 2 * largest_that_may_leave(step));
+    step.ahead = room_ahead(step);
     KnownStep within = step;
     within.high -= std::exchange(within.ahead, 0);
     advice.fates = choose_fates(step, needed_last(within));
@@ -158,11 +143,9 @@ Advice advise(KnownStep step) {
       between(step, [&](std::size_t i) { return advice.fates[i] == Fate::leave; });
   advice.host = *std::max_element(copies.begin(), copies.end());
   const std::vector<Bytes> any = between(step, [](std::size_t) { return true; });
-  const std::vector<Bytes> weights = weights_there(step);
-  Bytes there = 0;
+  const std::vector<Bytes> idle = idle_bytes(step);
   for (std::size_t m = 0; m < step.full.size(); ++m) {
-    there += weights[m];
-    advice.fullest = std::max(advice.fullest, step.full[m] + there);
+    advice.fullest = std::max(advice.fullest, step.full[m] + idle[m]);
     advice.least = std::max(advice.least, step.full[m] - std::min(step.full[m], any[m]));
   }
   advice.least += advice.least / kHoles;
