@@ -12,8 +12,6 @@ namespace {
 constexpr std::uint64_t kMost = std::uint64_t{32} << 40;
 constexpr std::uint64_t kLeast = std::uint64_t{16} << 30;
 
-void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
-
 std::uint64_t closed_range(std::uint64_t bytes) {
   void* made = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return made == MAP_FAILED ? 0 : reinterpret_cast<std::uint64_t>(made);
@@ -40,6 +38,11 @@ std::uint64_t taken_outside(std::uint64_t bytes, std::uint64_t alignment) {
 }
 
 }  // namespace
+
+bool close_range(std::uint64_t address, std::uint64_t bytes) {
+  return mmap(pointer(address), bytes, PROT_NONE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
+}
 
 AddressSpace::~AddressSpace() {
   if (base_ != 0) {
@@ -85,8 +88,7 @@ void AddressSpace::give(std::uint64_t address, std::uint64_t bytes) {
     munmap(pointer(address), bytes);
     return;
   }
-  mmap(pointer(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-       -1, 0);
+  close_range(address, bytes);
   const auto after = free_.lower_bound(address);
   auto merged = free_.emplace_hint(after, address, bytes);
   if (after != free_.end() && address + bytes == after->first) {

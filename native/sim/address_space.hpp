@@ -11,6 +11,11 @@
 
 namespace stagehand::sim {
 
+inline void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+
+// Back to reserved: no memory behind it, and any touch faults.
+bool close_range(std::uint64_t address, std::uint64_t bytes);
+
 class AddressSpace {
  public:
   AddressSpace() = default;

@@ -12,14 +12,6 @@ namespace {
 
 constexpr PhysicalHandle kHandleBase = 0x7000000000000000ull;
 
-void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
-
-// Back to reserved: no memory behind it, and any touch faults.
-bool close_range(std::uint64_t address, std::uint64_t bytes) {
-  return mmap(pointer(address), bytes, PROT_NONE,
-              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
-}
-
 bool granular(std::uint64_t bytes) { return bytes > 0 && bytes % kGranularity == 0; }
 
 }  // namespace
