@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -47,6 +48,29 @@ def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
     _simulated.drain()
     assert _simulated.hazards() == []
     assert _native.check_invariants(DEVICE) == ""
+
+
+@pytest.fixture
+def leaves_no_weights(gpu: SimulatedGpu) -> Iterator[None]:
+    """A test's offloaded weights are gone with it, and it sees no pool of another's."""
+    from stagehand_alloc import _native
+    from stagehand_alloc._weights.groups import registry
+
+    registry.high.clear()
+    yield
+    gc.collect()
+    assert _native.weights(DEVICE)["bytes"] == 0
+    assert _native.check_invariants(DEVICE) == ""
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models come from the CPU, and move."""
+    import torch
+
+    from stagehand_alloc._weights import offload
+
+    monkeypatch.setattr(offload, "target_of", lambda index: torch.device("cpu", index))
 
 
 @pytest.fixture

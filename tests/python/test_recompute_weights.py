@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,15 +16,7 @@ from training import digest, evicting_everything, gradients, leaves_nothing
 import stagehand_alloc
 from stagehand_alloc import _native
 
-pytestmark = pytest.mark.usefixtures("gpu")
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_weights() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert _native.weights(DEVICE)["bytes"] == 0
-    assert _native.check_invariants(DEVICE) == ""
+pytestmark = pytest.mark.usefixtures("gpu", "leaves_no_weights")
 
 
 class Products(nn.Module):

@@ -9,7 +9,7 @@ import gc
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ from stagehand_alloc import OffloadError, _native
 from stagehand_alloc._tell import StagehandWarning, warn_once
 from stagehand_alloc._weights.groups import registry
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = pytest.mark.usefixtures("gpu", "leaves_no_weights")
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -97,15 +97,6 @@ def run(
     found.append({name: digest(tensor) for name, tensor in model.state_dict().items()})
     found.append(state_of(optimizer))
     return found
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_weights() -> Iterator[None]:
-    registry.high.clear()  # of the pools of other tests
-    yield
-    gc.collect()
-    assert _native.weights(DEVICE)["bytes"] == 0
-    assert _native.check_invariants(DEVICE) == ""
 
 
 # --- All at home for the optimizer's step

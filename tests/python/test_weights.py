@@ -42,19 +42,11 @@ from stagehand_alloc import _native
 from stagehand_alloc._weights import offload as _offload
 from stagehand_alloc._weights.groups import registry
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = pytest.mark.usefixtures("gpu", "leaves_no_weights")
 
 
 def offloaded(make: Any = Model, **how: Any) -> Any:
     return stagehand_alloc.offload(build(make), **how)
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_weights() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert _native.weights(DEVICE)["bytes"] == 0
-    assert _native.check_invariants(DEVICE) == ""
 
 
 # --- Other ways to write a model

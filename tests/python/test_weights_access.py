@@ -23,7 +23,7 @@ import stagehand_alloc
 from stagehand_alloc import ConfigError, OffloadError, SizeError, _native
 from stagehand_alloc._weights.groups import registry
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = pytest.mark.usefixtures("gpu", "leaves_no_weights")
 
 
 @pytest.fixture
@@ -33,13 +33,6 @@ def model() -> Iterator[Any]:
     for layer in made.layers:
         layer.requires_grad_(False)
     stagehand_alloc.restore(made)
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_weights() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert _native.weights(DEVICE)["bytes"] == 0
 
 
 def digests(model: Any) -> dict[str, str]:
@@ -542,14 +535,6 @@ def test_the_driver_refusing_to_pin_moves_nothing(gpu: Any) -> None:
 
 # The simulated GPU's tensors say that they are on the CPU, as those of a model on the CPU do. To
 # torch `cpu:0` is somewhere else, and it copies.
-
-
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All models come from the CPU, and move."""
-    from stagehand_alloc._weights import offload as _offload
-
-    monkeypatch.setattr(_offload, "target_of", lambda index: torch.device("cpu", index))
 
 
 @pytest.mark.usefixtures("elsewhere")

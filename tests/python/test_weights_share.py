@@ -46,12 +46,6 @@ def leaves_nothing_behind(name: str, tmp_path: Path) -> Iterator[None]:
     assert not [f for f in files.values() if f.exists() and "memfd" in os.readlink(f)]
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All models come from the CPU, and move."""
-    monkeypatch.setattr(_offload, "target_of", lambda index: torch.device("cpu", index))
-
-
 def inode(model: Any) -> tuple[int, int]:
     share = registry.of(model.layers[0]).share  # type: ignore[union-attr]
     found = os.fstat(share.fd)
@@ -330,21 +324,12 @@ def test_another_process_finds_the_bytes_and_keeps_them_when_the_writer_is_kille
     found.close()
 
 
-def test_of_a_process_that_was_killed_nothing_is_left_to_find(name: str, tmp_path: Path) -> None:
-    other = process(WRITES, name, tmp_path)
-    said(other, "written")
-    end(other)
-    with _share.joined(name, LAYOUT) as found:
-        assert found.writes
-        assert os.pread(found.fd, 4096, 0) == bytes(4096)
-    found.close()
-
-
-def test_a_writer_that_is_killed_half_way_is_not_waited_for_and_its_bytes_are_not_trusted(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(("does", "says"), [(WRITES, "written"), (DIES, "half")])
+def test_of_a_process_that_was_killed_nothing_is_left_to_find_or_to_wait_for(
+    does: str, says: str, name: str, tmp_path: Path
 ) -> None:
-    other = process(DIES, name, tmp_path)
-    said(other, "half")
+    other = process(does, name, tmp_path)
+    said(other, says)
     end(other)
     with _share.joined(name, LAYOUT) as found:
         assert found.writes

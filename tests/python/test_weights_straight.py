@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,24 +13,10 @@ from training import digest
 
 import stagehand_alloc
 from stagehand_alloc import OffloadError, _native
-from stagehand_alloc._weights import offload as _offload
 
 # The simulated GPU's tensors say that they are on the CPU, as those of a model on the CPU do. To
 # torch `cpu:0` is somewhere else, and it copies.
 pytestmark = pytest.mark.usefixtures("gpu", "elsewhere", "leaves_no_weights")
-
-
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All models come from the CPU, and move."""
-    monkeypatch.setattr(_offload, "target_of", lambda index: torch.device("cpu", index))
-
-
-@pytest.fixture
-def leaves_no_weights() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert _native.weights(DEVICE)["bytes"] == 0
 
 
 def of_all(model: Any) -> list[tuple[Any, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,7 @@ import stagehand_alloc
 from stagehand_alloc import _native
 from stagehand_alloc._weights.groups import registry
 
-pytestmark = pytest.mark.usefixtures("gpu")
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_weights() -> Iterator[None]:
-    yield
-    gc.collect()
-    assert _native.weights(DEVICE)["bytes"] == 0
+pytestmark = pytest.mark.usefixtures("gpu", "leaves_no_weights")
 
 
 def held(model: nn.Module) -> int:
