@@ -65,10 +65,13 @@ Plan::ToProve Plan::looks_at(Place place) const {
                : ToProve{};
 }
 
+// What leaves by a copy is proven too: then dropping it is known to be right, and how long making
+// it again takes, before a plan has to guess either.
 Plan::ToProve Plan::to_prove(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  const bool open = entry != nullptr && !step->kin && entry->dropped && entry->unproven() &&
+  const bool gone = entry != nullptr && (entry->dropped || entry->leaves);
+  const bool open = gone && !step->kin && entry->unproven() &&
                     entry->same_recipe(step->seen.entries[place.index]);
   return open ? ToProve{step->trace->id, place.index, entry->rests_on} : ToProve{};
 }
@@ -87,8 +90,7 @@ void Plan::proved(ToProve what, bool same) {
       forget_proofs();
     }
     entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
-    if (!same) {
-      entry.dropped = false;
+    if (!same && std::exchange(entry.dropped, false)) {
       trace->timed = 0;
       trace->trials = {};  // what they took rests on what cannot be dropped
     }

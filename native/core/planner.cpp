@@ -29,7 +29,8 @@ constexpr double kCopyBesideWeights = 1.0 / 8;
 constexpr double kFewerBytes = 1.5;
 constexpr Bytes kHoles = 10;
 // Shares of the lanes' idle time that are planned with: less leaves room for what is not as known.
-constexpr double kIdle[] = {1.0, 0.85};
+constexpr double kIdle[] = {1.0, 0.85, 0.6, 0.4};
+constexpr std::size_t kNotCrowded = 2;  // of those, where the lanes were as free as forecast
 // How many kinds of what can be made again are looked at apart.
 constexpr std::size_t kKinds = 6;
 
@@ -97,12 +98,12 @@ double noise(const KnownStep& step) {
   return std::max(kNoiseNs, kNoiseShare * step_ns);
 }
 
-std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before) {
+std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, bool crowded) {
   std::vector<Proposal> all;
   const Grid grid(step);
   const std::vector<Droppable> items = droppable(grid);
   for (const double cheap : cheap_kinds(items)) {
-    for (const double idle : kIdle) {
+    for (const double idle : std::span(kIdle).first(crowded ? std::size(kIdle) : kNotCrowded)) {
       if (idle < 1 && step.records.size() > Grid::kManyRecords) {
         break;  // it takes the host too long
       }

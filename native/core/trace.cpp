@@ -210,6 +210,9 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
     totals.again_ns += one.ns;
   }
   ++timed;
+  if (!planned) {
+    drop_what_is_cheap();
+  }
   if (!drops()) {
     choose();
     timed = timed >= kTimedAtLeast ? kTimed : timed;
@@ -221,6 +224,21 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
     expect();
   }
   return true;
+}
+
+// What left by a copy before it was proven, and is made again in far less time than that takes.
+void Trace::drop_what_is_cheap() {
+  constexpr double kFar = 4;
+  if (rates.out <= 0 || rates.in <= 0) {
+    return;
+  }
+  for (Entry& entry : entries) {
+    const double copies = static_cast<double>(entry.block_bytes) * (1 / rates.out + 1 / rates.in);
+    if (entry.leaves && entry.by_node && entry.proof == Proof::proven && entry.again_ns != 0 &&
+        kFar * static_cast<double>(entry.again_ns) < copies) {
+      entry.dropped = true;
+    }
+  }
 }
 
 void Trace::forget_times() {
@@ -283,9 +301,10 @@ void Trace::try_another() {
   const Forecast before = forecast(step, was);
   const double least = to_beat(step, before);
   const auto spent = static_cast<double>(trials.best_spent_ns());
+  const auto told = static_cast<double>(before.late_ns + before.again_ns);
   std::vector<Proposal> found;
   if (least > 0 || spent > 2 * noise(step)) {
-    found = proposals(step, before);
+    found = proposals(step, before, spent > told + 2 * noise(step));
   }
   std::vector<Fate> chosen = trials.best();
   const auto untried = [&](const Proposal& one) {

@@ -131,6 +131,7 @@ struct Trace {
   // costs has moved. False: nothing changed.
   bool measured(const StepTimes& times, LaneRates& known_rates, std::uint32_t step);
   // All is to be measured and planned anew.
+  void drop_what_is_cheap();
   void forget_times();
   // What leaves, by the planner; where something can be dropped, by what took the least of all that
   // was tried.

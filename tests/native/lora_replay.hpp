@@ -65,7 +65,7 @@ struct StoreTensors {
     }
   }
   static core::Made recipe(Address first, Bytes bytes, const Held& from, std::uint64_t ns) {
-    core::Made made{first, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U, ns != 0};
+    core::Made made{first, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U};  // to be proven, as torch's are
     if (ns != 0) {
       made.of[0] = from->saved.record;
     }

@@ -162,6 +162,23 @@ TEST("nothing is dropped that leaves and comes back for nothing") {
   CHECK_EQ(forecast(made.step, fates).late_ns, 0);
 }
 
+// Holes, and what else goes over the link, are not in the forecast.
+TEST("where steps waited for the lanes though none is forecast to be late, dropping is proposed") {
+  Made made(one_graph(64), 48 * kSize, 0.5);
+  can_make(made, 2, kMomentNs / 10);
+  std::vector<std::size_t> first(16);
+  std::iota(first.begin(), first.end(), 1);
+  const Forecast before = forecast(made.step, made.leave(first));
+  const auto drops = [&](bool crowded) {
+    const std::vector<Proposal> all = proposals(made.step, before, crowded);
+    return std::any_of(all.begin(), all.end(),
+                       [](const auto& one) { return dropped(one.fates) > 0; });
+  };
+  CHECK(before.late_ns < kMomentNs);
+  CHECK(!drops(false));
+  CHECK(drops(true));
+}
+
 TEST("nothing is dropped that takes longer to make again than to move") {
   Made made(one_graph(64), 32 * kSize, 0.25);
   can_make(made, 1, 20 * kMomentNs);

@@ -87,11 +87,11 @@ TEST("equal blocks: as quick as the best of three tuned schedulers where little 
 }
 
 TEST("equal blocks: quicker than each where the link bounds the step") {
-  holds_to(equal_blocks(kShort), 4 * kGB, {{0, 2}, {6, 2}, {6, 1}}, 0.95);
+  holds_to(equal_blocks(kShort), 4 * kGB, {{0, 2}, {6, 2}, {6, 1}}, 0.96);
 }
 
 TEST("equal blocks: slower by some where backward waits for the link all the time") {
-  holds_to(equal_blocks(kLong), 10 * kGB, {{0, 2}, {5, 2}, {7, 1}}, 1.01);
+  holds_to(equal_blocks(kLong), 10 * kGB, {{0, 2}, {5, 2}, {7, 1}}, 1.02);
   holds_to(equal_blocks(kLong), 8 * kGB, {{0, 2}, {0, 2}, {0, 1}}, 1.04);
 }
 
@@ -102,12 +102,12 @@ TEST("unequal blocks: as quick as the best of the three where little is missing"
 TEST("unequal blocks: slower than what keeps those that compute least for their bytes") {
   holds_to(unequal_blocks(kLong), 10 * kGB, {{0, 2}, {2, 2}, {0, 2}}, 1.04);
   holds_to(unequal_blocks(kLong), 8 * kGB, {{0, 2}, {0, 2}, {0, 2}}, 1.07);
-  holds_to(unequal_blocks(kShort), 4 * kGB, {{0, 2}, {4, 2}, {5, 1}}, 1.13);
+  holds_to(unequal_blocks(kShort), 4 * kGB, {{0, 2}, {4, 2}, {5, 1}}, 1.14);
 }
 
-TEST("in torch's cache: slower than the best of the three, with unequal blocks by much") {
-  holds_to<HeldTensors>(equal_blocks(kLong), 12 * kGB, {{0, 2}, {7, 2}, {6, 2}}, 1.05);
-  holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.28);
+TEST("in torch's cache: as quick as the best of the three where little is missing") {
+  holds_to<HeldTensors>(equal_blocks(kLong), 12 * kGB, {{0, 2}, {7, 2}, {6, 2}}, 1.01);
+  holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.01);
 }
 
 TEST("unequal blocks are made with as much weight and computing in all as was recorded") {
