@@ -436,6 +436,17 @@ Bytes CacheMap::largest_hole(const Owner& owner) {
   return found != holes_.end() && !found->second.empty() ? *found->second.rbegin() : 0;
 }
 
+bool CacheMap::fits_beside(const Owner& owner, Bytes bytes, Bytes kept) {
+  const Lock lock(mutex_);
+  const auto found = holes_.find(owner);
+  if (found == holes_.end()) {
+    return true;
+  }
+  const auto fit = found->second.lower_bound(bytes);
+  return fit == found->second.end() || *fit < kept || *fit - bytes >= kept ||
+         std::next(fit) != found->second.end();
+}
+
 Bytes CacheMap::releasable() {
   const Lock lock(mutex_);
   return releasable_;

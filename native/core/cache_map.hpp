@@ -107,6 +107,9 @@ class CacheMap {
   std::optional<Owner> owner_of(Address address);
   // The largest hole of a segment for large blocks.
   Bytes largest_hole(const Owner& owner);
+  // Whether torch has a hole of `kept` bytes left beside the one that so many bytes would take: the
+  // smallest that holds them.
+  bool fits_beside(const Owner& owner, Bytes bytes, Bytes kept);
   // The largest of all that release_cached would give back, and whose it is.
   struct Hole {
     Owner owner;

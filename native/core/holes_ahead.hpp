@@ -1,6 +1,5 @@
 // Requests that found no hole in torch's cache, though there were bytes enough: blocks that stay
-// lay in every stretch, or what was brought ahead had to leave again, and its copies were waited
-// for. In the next steps their holes are made some places earlier. Pure.
+// lay in every stretch. In the next steps their holes are made some places earlier. Pure.
 #pragma once
 
 #include <map>

@@ -318,6 +318,14 @@ Bytes Plan::expected_request() const {
   return step.kin.request_at(step.kin.next_place() + used);
 }
 
+Bytes Plan::largest_ahead(std::size_t places) const {
+  if (!follows() || now_->kin) {
+    return 0;
+  }
+  const std::size_t here = now_->seen.entries.size() + now_->seen.by_use.size();
+  return now_->trace->largest_request_in(here, here + places);
+}
+
 void Plan::end(Step* step) {
   version_ += step->alive > 0 ? 1 : 0;  // they are on their own from here on
   if (!step->seen.by_use.empty()) {

@@ -74,6 +74,8 @@ class Plan {
   // What that will be when the next one is, by the last two such steps. Where they asked for
   // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
+  // The largest of those of so many places from here on; 0 where that is a guess.
+  Bytes largest_ahead(std::size_t places) const;
   // The trace that the newest step repeats, 0 where none does; and how many records were saved or
   // asked for in the step so far.
   std::uint32_t repeats() const { return follows() && !now_->kin ? now_->trace->id : 0; }

@@ -8,17 +8,11 @@
 
 namespace stagehand::core {
 
-// The request finds no hole, and pages go back for it. Where torch has segments of their own sizes
-// nothing is known to be gained by a hole set aside for that.
+// The request finds no hole, and pages go back for it. With segments of their own sizes nothing is
+// known to be gained by setting one aside.
 void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
   cache_.lacks_pages(owner);
-  if (sight_.runs == 1) {
-    want_earlier(request, owner);
-  }
-}
-
-void TorchStore::want_earlier(Bytes request, const CacheMap::Owner& owner) {
-  if (request > kSmallLimit && d_.plan.repeats() != 0) {
+  if (sight_.runs == 1 && request > kSmallLimit && d_.plan.repeats() != 0) {
     ahead_.lacked(d_.plan.repeats(), {d_.plan.place(), request, owner});
   }
 }

@@ -259,21 +259,6 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
   return d_.room.evict_together(victims_, attempt);
 }
 
-// Whether what was brought ahead leaves again for a request that is larger than all that comes and
-// goes: it waits for those copies, and no single one that leaves would make its hole.
-bool TorchStore::came_for_nothing(const Window& window, Bytes request) const {
-  bool ahead = false;
-  for (std::size_t i = 0; i < sight_.candidates.size(); ++i) {
-    const Block* block = sight_.blocks[i];
-    if (block != nullptr && block->size >= request) {
-      return false;
-    }
-    ahead |= i >= window.begin && i < window.end &&
-             sight_.candidates[i].kind == Candidate::Kind::victim && block->record->prefetched;
-  }
-  return ahead;
-}
-
 // Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
 // enough wholly free segments for a new one of its own, which go back to the driver.
 //
@@ -315,9 +300,6 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         continue;
       }
       if (window.found && window.victims > 0) {
-        if (!sight_.by_pages && came_for_nothing(window, request)) {
-          want_earlier(request, owner);
-        }
         look = d_.room.helped(entry, evict_window(window, attempt), attempt);
         if (look || weights_leave(true)) {
           continue;

@@ -17,8 +17,9 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
-constexpr Bytes kAside = 20_MiB;  // less of it is not worth the wait
-constexpr Bytes kOthers = 16;     // a part of what one segment may have, left for others
+constexpr Bytes kAside = 20_MiB;       // less of it is not worth the wait
+constexpr std::size_t kRequests = 32;  // places ahead whose requests keep their hole
+constexpr Bytes kOthers = 16;          // a part of what one segment may have, left for others
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
@@ -459,7 +460,15 @@ Block* TorchStore::make_ahead(Entry& entry, RecordId id, Bytes bytes, bool far) 
 }
 
 Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream, bool far) {
-  if (cache_.largest_hole(owner_here(stream)) < bytes) {
+  const CacheMap::Owner owner = owner_here(stream);
+  // Not into the only hole of a request to come, while torch cannot grow for that: the copy would
+  // be waited for there, and made again.
+  const Bytes kept = d_.plan.largest_ahead(kRequests);
+  if (kept > bytes && !cache_.fits_beside(owner, bytes, kept) &&
+      !fits_under(d_.counters.mapped, cache_.growth_for(kept) + room_for_small(), d_.ceiling())) {
+    return nullptr;
+  }
+  if (cache_.largest_hole(owner) < bytes) {
     const Bytes growth = cache_.growth_for(bytes);
     const Bytes roof = d_.ceiling();
     if (far || !fits_under(d_.counters.mapped, growth + room_for_small(), roof) ||

@@ -114,7 +114,6 @@ class TorchStore final : public Store {
   void now_idle(Address address);
   Bytes free_run(std::size_t stretch, bool with) const;
   void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
-  bool came_for_nothing(const Window& window, Bytes request) const;
   Evicted evict_window(const Window& window, Attempt& attempt);
   Evicted evict_last(bool of_mem_pools, Attempt& attempt);
   bool is_there(const Window& window, Bytes roof);
@@ -127,7 +126,6 @@ class TorchStore final : public Store {
   Bytes roof_of_driver(Bytes growth, Bytes roof);
   // torch_aside.cpp
   void lacked(Bytes request, const CacheMap::Owner& owner);
-  void want_earlier(Bytes request, const CacheMap::Owner& owner);
   void set_aside(Entry& entry);
   bool take_aside(Bytes request, const CacheMap::Owner& owner);
   bool end_aside();

@@ -99,6 +99,16 @@ Bytes Trace::request_at(std::size_t place) const {
   return request;
 }
 
+Bytes Trace::largest_request_in(std::size_t begin, std::size_t end) const {
+  Bytes largest = 0;
+  for (const std::vector<Bytes>* all : {&requests, &requests_before}) {
+    for (std::size_t i = begin; i < std::min(end, all->size()); ++i) {
+      largest = std::max(largest, (*all)[i]);
+    }
+  }
+  return largest;
+}
+
 // As measured, else as the quickest of its kind that was, by bytes; else slower than any GPU is.
 std::uint64_t Trace::time_to_make(const Entry& entry) const {
   if (entry.again_ns != 0) {

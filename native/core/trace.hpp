@@ -123,6 +123,7 @@ struct Trace {
 
   // That one; where nothing was asked for there, the largest around it.
   Bytes request_at(std::size_t place) const;
+  Bytes largest_request_in(std::size_t begin, std::size_t end) const;  // places
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 

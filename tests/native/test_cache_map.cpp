@@ -142,6 +142,25 @@ TEST("the largest hole of all is one that torch would give back") {
   CHECK_EQ(map.largest_hole().bytes, 10_MiB);
 }
 
+TEST("what torch would put into its smallest hole leaves another one beside it, or not") {
+  Map map;
+  const auto fits = [&](Bytes bytes, Bytes kept) {
+    return map.fits_beside(CacheMap::Owner{map.stream, map.pool}, bytes, kept);
+  };
+  CHECK(fits(4_MiB, 20_MiB));  // there is none to break up
+  map.segment(0, 40_MiB);
+  CHECK(!fits(4_MiB, 40_MiB));
+  CHECK(!fits(20_MiB, 24_MiB));
+  CHECK(fits(4_MiB, 24_MiB));   // its rest is enough
+  CHECK(fits(4_MiB, 60_MiB));   // it never was one
+  CHECK(fits(50_MiB, 40_MiB));  // torch does not take it
+  map.segment(60_MiB, 12_MiB);
+  CHECK(fits(4_MiB, 40_MiB));  // the smaller one is taken
+  CHECK(!fits(20_MiB, 40_MiB));
+  map.segment(100_MiB, 44_MiB);
+  CHECK(fits(20_MiB, 40_MiB));
+}
+
 TEST("a request of the engine's own leaves no trace") {
   Map map;
   map.segment(0, 60_MiB);

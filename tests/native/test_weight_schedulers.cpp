@@ -105,9 +105,9 @@ TEST("unequal blocks: slower than what keeps those that compute least for their 
   holds_to(unequal_blocks(kShort), 4 * kGB, {{0, 2}, {4, 2}, {5, 1}}, 1.14);
 }
 
-TEST("in torch's cache: as quick as the best of the three where little is missing") {
+TEST("in torch's cache: hardly slower than the best of the three where little is missing") {
   holds_to<HeldTensors>(equal_blocks(kLong), 12 * kGB, {{0, 2}, {7, 2}, {6, 2}}, 1.01);
-  holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.01);
+  holds_to<HeldTensors>(unequal_blocks(kLong), 12 * kGB, {{0, 2}, {3, 2}, {7, 1}}, 1.03);
 }
 
 TEST("unequal blocks are made with as much weight and computing in all as was recorded") {
