@@ -236,7 +236,9 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
   return true;
 }
 
-// What left by a copy before it was proven, and is made again in far less time than that takes.
+// What left by a copy before it was proven, and is made again in far less time than that takes. The
+// step that was measured then counts for the plan that drops: as one that has to be gone back to,
+// the copies of before are no plan worth its trials (replays settle 7 % slower with it).
 void Trace::drop_what_is_cheap() {
   constexpr double kFar = 4;
   if (rates.out <= 0 || rates.in <= 0) {
