@@ -363,7 +363,10 @@ void Plan::learn(Step& step) {
       entry.keep_recipe(before);
     }
     more_recipes |= (entry.by_node && !before.by_node) || (entry.by_call && !before.by_call);
-    entry.proof = entry.same_recipe(before) ? before.proof : entry.proof;
+    if (entry.same_recipe(before)) {
+      entry.proof = before.proof;
+      entry.asked = before.asked;
+    }
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     if (settled) {
       entry.leaves = before.leaves;

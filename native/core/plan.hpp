@@ -99,14 +99,15 @@ class Plan {
   bool copies(Place place) const;
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
   bool proven(Place place) const;
-  // Where it is to be seen in this one, for `proved`: what is to be dropped once it was.
+  // Where it is to be seen in this one, for `proved`: of what leaves. Once, until the answer came
+  // or is overdue: it takes some steps, and a proof takes memory.
   struct ToProve {
     std::uint32_t trace = 0;  // 0: it is not
     std::uint32_t index = 0;
     std::uint32_t rests_on = 0;
     bool again = false;  // it was before
   };
-  ToProve to_prove(Place place) const;
+  ToProve to_prove(Place place);
   // Where it is the one of what is dropped whose bytes this step looks at when it is saved and when
   // it is back, whatever was proven. They take turns: what a program does behind autograd's back
   // may change, and nothing tells of it.

@@ -67,13 +67,21 @@ Plan::ToProve Plan::looks_at(Place place) const {
 
 // What leaves by a copy is proven too: then dropping it is known to be right, and how long making
 // it again takes, before a plan has to guess either.
-Plan::ToProve Plan::to_prove(Place place) const {
+Plan::ToProve Plan::to_prove(Place place) {
+  constexpr std::uint32_t kOverdue = 16;  // steps
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
   const bool gone = entry != nullptr && (entry->dropped || entry->leaves);
-  const bool open = gone && !step->kin && entry->unproven() &&
-                    entry->same_recipe(step->seen.entries[place.index]);
-  return open ? ToProve{step->trace->id, place.index, entry->rests_on} : ToProve{};
+  if (!gone || step->kin || !entry->unproven() ||
+      !entry->same_recipe(step->seen.entries[place.index]) ||
+      (entry->asked != 0 && serial_ - entry->asked < kOverdue)) {
+    return {};
+  }
+  const auto trace = std::find(traces_.begin(), traces_.end(), step->trace);
+  if (trace != traces_.end()) {
+    (*trace)->entries[place.index].asked = serial_;
+  }
+  return {step->trace->id, place.index, entry->rests_on};
 }
 
 // What differs leaves by a copy from here on, and the rest is planned anew.
@@ -89,6 +97,9 @@ void Plan::proved(ToProve what, bool same) {
     if (!same && what.again) {
       forget_proofs();
     }
+    if (entry.proof == Trace::Proof::refused) {
+      return;  // it differed once: another one that came late proves nothing
+    }
     entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
     if (!same && std::exchange(entry.dropped, false)) {
       trace->timed = 0;
@@ -103,6 +114,7 @@ void Plan::forget_proofs() {
   for (const auto& trace : traces_) {
     for (Trace::Entry& entry : trace->entries) {
       entry.proof = entry.proof == Trace::Proof::proven ? Trace::Proof::none : entry.proof;
+      entry.asked = 0;
     }
   }
 }

@@ -129,7 +129,7 @@ double to_beat(const KnownStep& step, const Forecast& before) {
 std::vector<Fate> choose_fates(const KnownStep& step, std::span<const Fate> was) {
   const Forecast before = forecast(step, was);
   if (const double least = to_beat(step, before); least > 0) {
-    std::vector<Proposal> found = proposals(step, before);
+    std::vector<Proposal> found = proposals(step, before, false);
     if (found.front().ns < least) {
       return std::move(found.front().fates);
     }

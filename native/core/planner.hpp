@@ -116,8 +116,7 @@ struct Proposal {
 double noise(const KnownStep& step);
 // `crowded`: such steps waited for the lanes longer than was forecast; then plans are found too
 // that leave more of the lanes' time free, and so drop more.
-std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before,
-                                bool crowded = false);
+std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, bool crowded);
 
 // What a proposal must be forecast at less than to take the place of what was done before.
 double to_beat(const KnownStep& step, const Forecast& before);

@@ -17,9 +17,9 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
-constexpr Bytes kAside = 20_MiB;       // less of it is not worth the wait
-constexpr std::size_t kRequests = 32;  // places ahead whose requests keep their hole
-constexpr Bytes kOthers = 16;          // a part of what one segment may have, left for others
+constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
+constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
+constexpr Bytes kOthers = 16;             // a part of what one segment may have, left for others
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
@@ -461,20 +461,21 @@ Block* TorchStore::make_ahead(Entry& entry, RecordId id, Bytes bytes, bool far) 
 
 Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream, bool far) {
   const CacheMap::Owner owner = owner_here(stream);
+  const auto may_grow = [&](Bytes request) {
+    const Bytes growth = cache_.growth_for(request);
+    const Bytes roof = d_.ceiling();
+    return fits_under(d_.counters.mapped, growth + room_for_small(), roof) &&
+           fits_under(d_.counters.mapped, growth, roof_of_driver(growth, roof));
+  };
   // Not into the only hole of a request to come, while torch cannot grow for that: the copy would
-  // be waited for there, and made again.
-  const Bytes kept = d_.plan.largest_ahead(kRequests);
-  if (kept > bytes && !cache_.fits_beside(owner, bytes, kept) &&
-      !fits_under(d_.counters.mapped, cache_.growth_for(kept) + room_for_small(), d_.ceiling())) {
+  // be waited for there, and made again. Small blocks come from segments of their own.
+  const Bytes kept = d_.plan.largest_ahead(kPlacesAhead);
+  if (bytes > kSmallLimit && kept > bytes && !cache_.fits_beside(owner, bytes, kept) &&
+      !may_grow(kept)) {
     return nullptr;
   }
-  if (cache_.largest_hole(owner) < bytes) {
-    const Bytes growth = cache_.growth_for(bytes);
-    const Bytes roof = d_.ceiling();
-    if (far || !fits_under(d_.counters.mapped, growth + room_for_small(), roof) ||
-        !fits_under(d_.counters.mapped, growth, roof_of_driver(growth, roof))) {
-      return nullptr;
-    }
+  if (cache_.largest_hole(owner) < bytes && (far || !may_grow(bytes))) {
+    return nullptr;
   }
   HeldStorage held;
   bool made = false;

@@ -34,6 +34,7 @@ struct Trace {
     bool by_call = false;        // can be by the call that it was saved in
     std::uint64_t call = 0;      // that one's number; 0: none
     Proof proof = Proof::none;   // that the recipe makes the same bytes
+    std::uint32_t asked = 0;     // the step that asked for a proof last, by its number; 0: none did
     std::uint64_t again_ns = 0;  // by the recipe, as last measured; 0: never was
     std::uint64_t rerun_ns = 0;  // by the call, from its beginning on, likewise
     bool comes = false;          // if dropped too: its call runs past it in any case
@@ -55,6 +56,7 @@ struct Trace {
       kind = before.kind;
       rests_on = before.rests_on;
       proof = before.proof;
+      asked = before.asked;
       std::copy(std::begin(before.made_of), std::end(before.made_of), made_of);
     }
     bool same_recipe(const Entry& other) const {
@@ -131,8 +133,8 @@ struct Trace {
   // One such step was measured: chooses by all that were; once that is settled only where what it
   // costs has moved. False: nothing changed.
   bool measured(const StepTimes& times, LaneRates& known_rates, std::uint32_t step);
-  // All is to be measured and planned anew.
   void drop_what_is_cheap();
+  // All is to be measured and planned anew.
   void forget_times();
   // What leaves, by the planner; where something can be dropped, by what took the least of all that
   // was tried.

@@ -514,8 +514,11 @@ nb::object Hooks::unpack(const Handle& handle) {
       if (!error.matches(PyExc_Exception)) {
         throw;
       }
-      // An input that changed since, or is not there, or no memory for it: what was saved is.
-      handle.runtime->proved(unpacked.proof, false);
+      // What was saved is there. Without memory for it another step tries; an input that changed
+      // since, or is not there, is one that the recipe cannot have.
+      if (!error.matches(TorchApi::get().out_of_memory)) {
+        handle.runtime->proved(unpacked.proof, false);
+      }
     }
   }
   if (handle.sum.is_valid() && consumer == handle.looked_on) {

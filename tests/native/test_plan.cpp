@@ -241,6 +241,52 @@ TEST("a step in which nobody looked for recipes does not forget those that are k
   CHECK(!step(made));
 }
 
+// Steps of two records, of which the second leaves and has a recipe; what they ask a proof of.
+struct ToBeProven {
+  Plan plan;
+  bool proven = false;  // in the newest step
+
+  Plan::ToProve step() {
+    const Made made{.first = 0, .bytes = 2_MiB, .kind = 3, .rests_on = 7};
+    plan.begin_step(kHigh, 0);
+    const std::vector<Plan::Place> places{plan.saved(1_MiB), plan.saved(2_MiB, {}, made)};
+    plan.evicted(places[1]);
+    proven = plan.proven(places[1]);
+    const Plan::ToProve asked = plan.to_prove(places[1]);
+    backward(plan, places);
+    return asked;
+  }
+};
+
+TEST("what leaves is to be proven once, and again where no answer came for many steps") {
+  ToBeProven steps;
+  CHECK_EQ(steps.step().trace, 0);  // nobody knows yet that it leaves
+  const Plan::ToProve asked = steps.step();
+  CHECK(asked.trace != 0);
+  int quiet = 0;
+  while (quiet < 64 && steps.step().trace == 0) {
+    ++quiet;
+  }
+  CHECK_EQ(quiet, 15);
+  CHECK(!steps.proven);
+  steps.plan.proved(asked, true);
+  CHECK_EQ(steps.step().trace, 0);
+  CHECK(steps.proven);
+}
+
+TEST("what differed once is not proven by an answer that comes later") {
+  ToBeProven steps;
+  steps.step();
+  const Plan::ToProve asked = steps.step();
+  steps.step();
+  steps.plan.proved(asked, false);
+  steps.plan.proved(asked, true);
+  for (int i = 0; i < 20; ++i) {
+    CHECK_EQ(steps.step().trace, 0);
+    CHECK(!steps.proven);
+  }
+}
+
 TEST("micro-batches in flight learn and follow by how many are in flight") {
   Plan plan;
   const std::vector<Bytes> sizes{4_MiB, 8_MiB};
