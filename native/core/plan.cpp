@@ -322,8 +322,7 @@ Bytes Plan::largest_ahead(std::size_t places) const {
   if (!follows() || now_->kin) {
     return 0;
   }
-  const std::size_t here = now_->seen.entries.size() + now_->seen.by_use.size();
-  return now_->trace->largest_request_in(here, here + places);
+  return now_->trace->largest_request_in(place(), place() + places);
 }
 
 void Plan::end(Step* step) {

@@ -1,5 +1,6 @@
 // What the step's trace says of its records: questions only, but for `proved`.
 #include <algorithm>
+#include <utility>
 
 #include "core/plan.hpp"
 #include "core/step_grid.hpp"

@@ -469,9 +469,8 @@ Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream
   };
   // Not into the only hole of a request to come, while torch cannot grow for that: the copy would
   // be waited for there, and made again. Small blocks come from segments of their own.
-  const Bytes kept = d_.plan.largest_ahead(kPlacesAhead);
-  if (bytes > kSmallLimit && kept > bytes && !cache_.fits_beside(owner, bytes, kept) &&
-      !may_grow(kept)) {
+  const Bytes kept = bytes > kSmallLimit ? d_.plan.largest_ahead(kPlacesAhead) : 0;
+  if (kept > bytes && !cache_.fits_beside(owner, bytes, kept) && !may_grow(kept)) {
     return nullptr;
   }
   if (cache_.largest_hole(owner) < bytes && (far || !may_grow(bytes))) {

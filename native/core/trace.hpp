@@ -56,7 +56,6 @@ struct Trace {
       kind = before.kind;
       rests_on = before.rests_on;
       proof = before.proof;
-      asked = before.asked;
       std::copy(std::begin(before.made_of), std::end(before.made_of), made_of);
     }
     bool same_recipe(const Entry& other) const {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "native/trace.hpp"
@@ -55,6 +56,15 @@ struct LoraModel {
 
 inline LoraModel equal_blocks(const std::string& trace) { return {read_trace(trace)}; }
 
+// Moves the times of a step's lines of kind t, told in order: the stretch before each takes so many
+// times as long.
+inline auto stretching() {
+  return [us = 0.0, before = std::uint64_t{0}](Event& event, double factor) mutable {
+    us += factor * static_cast<double>(event.a - std::exchange(before, event.a));
+    event.a = static_cast<std::uint64_t>(std::llround(us));
+  };
+}
+
 // Made of a recorded one, not recorded: backward takes as long as torch's deterministic algorithms
 // make it take on an H200, and flash attention's has an accumulator for each of the five parts that
 // 132 multiprocessors give 32 heads. benchmarks/weights.py runs so.
@@ -64,16 +74,14 @@ inline LoraModel deterministic_blocks(const std::string& trace) {
   constexpr Bytes kAccumulator = 135'266'560;
   LoraModel model{read_trace(trace)};
   double factor = 1;
-  double us = 0;
-  std::uint64_t before = 0;
+  auto stretch = stretching();
   for (Event& event : model.events) {
     if (event.kind == 'a' && event.b == kAccumulator) {
       event.b *= kParts;
     } else if (event.kind == 'e' && event.b == 2) {
       factor = kSlower;
     } else if (event.kind == 't') {
-      us += factor * static_cast<double>(event.a - std::exchange(before, event.a));
-      event.a = static_cast<std::uint64_t>(std::llround(us));
+      stretch(event, factor);
     }
   }
   return model;
@@ -94,14 +102,12 @@ inline LoraModel unequal_blocks(const std::string& trace) {
     model.groups[block] = static_cast<Bytes>(bytes * (large(block) ? kTimes : 1)) / 512 * 512;
   }
   double factor = 1;
-  double us = 0;
-  std::uint64_t before = 0;
+  auto stretch = stretching();
   for (Event& event : model.events) {
     if (event.kind == 'e') {
       factor = event.b == 1 ? 1 : slower / (large(event.a) ? kTimes : 1);
     } else if (event.kind == 't') {
-      us += factor * static_cast<double>(event.a - std::exchange(before, event.a));
-      event.a = static_cast<std::uint64_t>(std::llround(us));
+      stretch(event, factor);
     }
   }
   return model;

@@ -67,8 +67,7 @@ TEST("deterministic attention on the process allocator: what streams hides behin
   holds_to<HeapTensors>(deterministic_blocks(kLong), 8 * kGB, 1.10, 10.4);
 }
 
-TEST(
-    "deterministic attention in torch's cache: a hole is kept for what is larger than all others") {
+TEST("deterministic attention in torch's cache: nothing comes ahead into its only hole") {
   holds_to<HeldTensors>(deterministic_blocks(kLong), 12 * kGB, 1.02, 6.4);
   holds_to<HeldTensors>(deterministic_blocks(kLong), 10 * kGB, 1.13, 10.0);
   holds_to<HeldTensors>(deterministic_blocks(kLong), 8 * kGB, 1.24, 11.2);
