@@ -264,7 +264,7 @@ class EngineWeights {
     }
   }
 
- private:
+ protected:
   void enter(GroupId group, UseKind kind) {
     Address address = 0;
     CHECK_EQ(runtime_.enter_weights(group, kind, stream_, &address), Status::ok);
@@ -274,7 +274,64 @@ class EngineWeights {
   const driver::Stream stream_;
   const std::unique_ptr<std::byte[]> host_;  // never read: copies are only charged for
   std::vector<GroupId> groups_;
+
+ private:
   std::vector<GroupId> window_;
+};
+
+// The same where all is trained: each block's backward makes its gradients, and after the last one
+// AdamW steps block by block, with state that is twice a block's weights.
+template <class Tensors>
+class TrainedWeights : public EngineWeights<Tensors> {
+  using Base = EngineWeights<Tensors>;
+  using Base::groups_;
+  using Base::runtime_;
+  using Base::stream_;
+
+ public:
+  static constexpr std::uint64_t kStepNs = 1'000'000;  // of one block, measured on an H200
+
+  TrainedWeights(Tensors& tensors, driver::Stream stream, const LoraModel& model)
+      : Base(tensors, stream, model), tensors_(tensors), sizes_(model.groups) {
+    for (const Bytes bytes : sizes_) {
+      states_.push_back(runtime_.add_weights(2 * bytes, this->host_.get()));
+    }
+  }
+  ~TrainedWeights() {
+    for (const GroupId state : states_) {
+      runtime_.remove_weights(state);
+    }
+  }
+  TrainedWeights(const TrainedWeights&) = delete;
+  TrainedWeights& operator=(const TrainedWeights&) = delete;
+
+  void backward(std::size_t block) {
+    Base::backward(block);
+    for (const Bytes twelfths : {3, 1, 4, 4}) {  // of attention's two matrices, and the MLP's
+      gradients_.push_back(tensors_.make(sizes_[block] * twelfths / 12 / 512 * 512, stream_));
+    }
+  }
+  void optimize() {
+    for (std::size_t block = 0; block < sizes_.size(); ++block) {
+      this->enter(groups_[block], UseKind::sampling);
+      this->enter(states_[block], UseKind::sampling);
+      CHECK_EQ(keep_busy(stream_, kStepNs), driver::kSuccess);
+      for (const auto& [group, bytes] : {std::pair{states_[block], 2 * sizes_[block]},
+                                         std::pair{groups_[block], sizes_[block]}}) {
+        CHECK_EQ(runtime_.wrote_weights(group, bytes, stream_), Status::ok);
+        runtime_.leave_weights(group);
+      }
+    }
+    for (const auto& gradient : std::exchange(gradients_, {})) {
+      tensors_.drop(gradient);
+    }
+  }
+
+ private:
+  Tensors& tensors_;
+  const std::vector<Bytes> sizes_;
+  std::vector<GroupId> states_;
+  std::vector<typename Tensors::Made> gradients_;
 };
 
 template <class Tensors, class BlockWeights = EngineWeights<Tensors>>
@@ -326,6 +383,9 @@ class LoraReplay {
     const std::uint64_t began = stagehand_sim_clock_ns();
     replay(events_, stream_, [this](const Event& event) { play(event); });
     weights_.ended();
+    if constexpr (requires { weights_.optimize(); }) {
+      weights_.optimize();
+    }
     CHECK_EQ(rig_.driver.stream_synchronize(stream_), driver::kSuccess);
     const Counters after = rig_.counters();
     const Weights::Counts now = weights_.counts();
@@ -334,7 +394,7 @@ class LoraReplay {
     done.loads = now.loads - loads.loads;
     done.weights = now.loaded_bytes - loads.loaded_bytes;
     done.in = after.restored_bytes - before.restored_bytes + done.weights;
-    done.out = after.evicted_bytes - before.evicted_bytes;
+    done.out = after.evicted_bytes - before.evicted_bytes + now.written_bytes - loads.written_bytes;
     done.over = after.mapped_peak - std::min(after.mapped_peak, high_);
     done.late = after.prefetch_lates - before.prefetch_lates;
     done.reruns = after.reruns - before.reruns;
