@@ -46,7 +46,7 @@ void Standing::remove(GroupId id) {
   spare_.push_back(id);
 }
 
-bool Standing::used(Use use, Plan::Place saves) {
+bool Standing::used(Use use, Plan::Place saves, Bytes saved) {
   const Use before_it = order_.current();
   if (!order_.used(use)) {
     return false;
@@ -55,6 +55,7 @@ bool Standing::used(Use use, Plan::Place saves) {
     groups_[before_it.group].beside[static_cast<std::size_t>(before_it.kind)] = beside_;
   }
   beside_ = 0;
+  groups_[use.group].saved[static_cast<std::size_t>(use.kind)] = saved;
   if (!marks_.empty() && before(saves, marks_.back().from)) {
     saves = marks_.back().from;  // the newest record is gone: places only grow
   }
@@ -87,7 +88,7 @@ GroupId Standing::farthest() const {
   return found;
 }
 
-GroupId Standing::written_next() const {
+GroupId Standing::written_next(Bytes leaving) const {
   GroupId found = kNoGroup;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     if (groups_[id].may_leave() && !groups_[id].refused && groups_[id].dirty > 0 &&
@@ -95,7 +96,13 @@ GroupId Standing::written_next() const {
       found = id;
     }
   }
-  return found;
+  Bytes before_it = 0;
+  for (GroupId id = 0; found != kNoGroup && id < groups_.size(); ++id) {
+    const WeightGroup& group = groups_[id];
+    const bool clean = group.may_leave() && group.dirty == 0;
+    before_it += clean && !leaves_later(id, found) ? group.bytes : 0;
+  }
+  return before_it < leaving ? found : kNoGroup;
 }
 
 void Standing::forgive() {
@@ -132,16 +139,21 @@ GroupId Standing::next_ahead(std::uint32_t record, bool* far) const {
   return kNoGroup;
 }
 
-Bytes Standing::live_until(GroupId id) const {
-  const auto beside = [&](Use use) {
-    return alive(use.group) ? groups_[use.group].beside[static_cast<std::size_t>(use.kind)] : 0;
+Bytes Standing::live_until(GroupId id, Bytes saved) const {
+  const auto in = [&](Use use) -> Bytes {
+    if (!alive(use.group)) {
+      return 0;
+    }
+    const WeightGroup& group = groups_[use.group];
+    const auto kind = static_cast<std::size_t>(use.kind);
+    return group.beside[kind] + std::min(saved, group.saved[kind]);
   };
-  Bytes most = beside(order_.current());
+  Bytes most = in(order_.current());
   for (const Use& use : order_.upcoming()) {
     if (use.group == id) {
       break;
     }
-    most = std::max(most, beside(use));
+    most = std::max(most, in(use));
   }
   return most;
 }
@@ -157,7 +169,7 @@ Bytes Standing::needed_until(GroupId id) const {
     }
     weights += alive(use.group) && groups_[use.group].may_leave() ? groups_[use.group].bytes : 0;
   }
-  return weights + live_until(id);
+  return weights + live_until(id, 0);
 }
 
 std::uint32_t Standing::needed_in(Plan::Place place) const {

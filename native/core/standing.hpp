@@ -27,8 +27,11 @@ struct WeightGroup {
   Seq written = 0;
   std::uint32_t holds = 0;
   bool alive = false;
-  bool refused = false;           // its copy out was; it does not leave until `forgive`
-  std::array<Bytes, 3> beside{};  // most that was live beside all weights in its last uses, by kind
+  bool refused = false;  // its copy out was; it does not leave until `forgive`
+  // Of its last uses, by kind: the most that was live beside all weights,
+  std::array<Bytes, 3> beside{};
+  // and what was saved as they began, wherever it was. Before the first: as much as can be.
+  std::array<Bytes, 3> saved{~Bytes{0}, ~Bytes{0}, ~Bytes{0}};
 
   bool home() const { return block != nullptr; }
   bool may_leave() const { return home() && holds == 0; }
@@ -51,14 +54,16 @@ class Standing {
   std::size_t size() const { return groups_.size(); }  // of ids that were ever given
   Bytes bytes() const { return bytes_; }               // of all
 
-  // A group is used from here on; what is saved next has places from `saves` on. False: it goes on.
-  bool used(Use use, Plan::Place saves);
+  // A group is used from here on, with `saved` bytes to be used by backward; what is saved next has
+  // places from `saves` on. False: it goes on.
+  bool used(Use use, Plan::Place saves, Bytes saved);
   // The group that leaves first: at home, not held, its next use the farthest; of several a clean
   // one, then the largest. kNoGroup without any.
   GroupId farthest() const;
   // The one whose copy out is made ahead: of those that are dirty and not held the one that leaves
-  // first, where it is none of the next few. kNoGroup without any.
-  GroupId written_next() const;
+  // first, where it is none of the next few, and where what leaves for nothing before it is less
+  // than `leaving` bytes. kNoGroup without any.
+  GroupId written_next(Bytes leaving) const;
   // The driver refused a group's copy out: it stays until all are forgiven.
   void refuse(WeightGroup& group) { group.refused = refused_ = true; }
   void forgive();
@@ -69,9 +74,9 @@ class Standing {
   GroupId next_ahead(std::uint32_t record, bool* far) const;
   // So much is live now beside all weights.
   void live_beside(Bytes bytes) { beside_ = std::max(beside_, bytes); }
-  // The most that is live beside all weights until the group is used, as far as that is known from
-  // the last time.
-  Bytes live_until(GroupId id) const;
+  // The most that is live or saved beside all weights until the group is used, as far as that is
+  // known from the last time: of `saved` bytes, which backward uses one by one, and no more.
+  Bytes live_until(GroupId id, Bytes saved) const;
   // What must be there until the group is used, itself too: what is held and what is used before
   // it, and the most that is live beside them, as far as that is known from the last time.
   Bytes needed_until(GroupId id) const;

@@ -43,10 +43,14 @@ class UseOrder {
   const std::vector<Use>& upcoming() const { return upcoming_; }
   // How many uses away the group's next is, 1 the nearest; kNever where none is expected.
   std::uint32_t distance(GroupId group) const { return at(next_, group); }
+  // Its next use; of no group where none is expected.
+  Use next_use(GroupId group) const {
+    const std::uint32_t away = distance(group);
+    return away == kNever ? Use{} : upcoming_[away - 1];
+  }
   // Whether forward turns into backward, or back, before it is used again.
   bool turns_before(GroupId group) const {
-    const std::uint32_t away = distance(group);
-    return away == kNever || past_.empty() || upcoming_[away - 1].kind != past_.back().kind;
+    return distance(group) == kNever || past_.empty() || next_use(group).kind != past_.back().kind;
   }
   // What is used now; of no group before the first.
   Use current() const { return past_.empty() ? Use{} : past_.back(); }

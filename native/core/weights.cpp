@@ -66,7 +66,11 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const Record* newest = d_.ledger.newest();
   standing_.forgive();
   const bool was_home = group.home();
-  const bool begins = standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{});
+  if (kind != UseKind::backward && standing_.order().current().kind == UseKind::backward) {
+    left_before_ = std::exchange(left_, 0);
+  }
+  const bool begins =
+      standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{}, saved());
   left_instead_ = begins ? 0 : left_instead_;
   while (!group.home()) {
     const Status status = bring(entry, id, consumer, false);
@@ -92,9 +96,16 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     clock.note_work(group.bytes);  // a fine clock: copies into what leaves can then start early
     bring_ahead(entry, consumer);
     write_ahead();
+  } else if (begins && kind == UseKind::forward) {
+    write_ahead();
   }
   holding.keep();
   return Status::ok;
+}
+
+// Bytes that backward is to use, wherever they are.
+Bytes Weights::saved() const {
+  return d_.counters.retained + d_.counters.evicted + d_.counters.dropped;
 }
 
 // The consumer waits for the group's copy in; where that may be under way still it is measured.
@@ -238,12 +249,18 @@ bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
 }
 
 // Far ahead in backward: beside all weights at home, the most that will be live until then, and
-// what is saved; for the next step that is also what has yet to come back.
+// what is saved. Backward uses that one by one; where some of it has yet to come back, what it
+// gives up goes to that, and for the next step all of that is counted too.
 bool Weights::fits_beside(GroupId id, Bytes high) const {
   const Counters& now = d_.counters;
-  const Bytes later = standing_.order().turns_before(id) ? now.evicted + now.dropped : 0;
-  const Bytes most = home_bytes_ + standing_.live_until(id) + now.retained + later;
-  return fits_under(most, standing_.at(id).bytes, high);
+  const Bytes away = now.evicted + now.dropped;
+  const UseOrder& order = standing_.order();
+  const Bytes later = order.turns_before(id) ? away : 0;
+  const bool for_optimizer = order.next_use(id).kind == UseKind::sampling;
+  const Bytes beside = for_optimizer && away == 0
+                           ? standing_.live_until(id, now.retained)
+                           : standing_.live_until(id, 0) + now.retained + later;
+  return fits_under(home_bytes_ + beside, standing_.at(id).bytes, high);
 }
 
 // A record that is needed later than the group leaves.
@@ -280,6 +297,7 @@ bool Weights::put_away(WeightGroup& group) {
   idle_bytes_ -= group.bytes;
   d_.counters.weights_are(home_bytes_);
   ++counts_.dropped;
+  left_ += standing_.order().current().kind != UseKind::sampling ? group.bytes : 0;
   if (holds(Rule::W2)) {
     d_.transfers.fence_users(block);
   } else {
@@ -308,10 +326,20 @@ Status Weights::write_back(WeightGroup& group) {
   return status;
 }
 
-// While the lane out has nothing else to do: then it can leave for nothing.
+// So that groups leave for nothing. Forward fills the memory up: as much as left in the last round
+// is copied out at once, since the host is ahead of the GPU and would not look again in time. One
+// more where not all are at home, while the lane out has nothing to do.
 void Weights::write_ahead() {
-  const GroupId id = standing_.written_next();
   Lane& out = d_.transfers.out();
+  const Bytes away = standing_.bytes() - home_bytes_;
+  const bool forward = standing_.order().current().kind == UseKind::forward;
+  const Bytes left = forward ? std::max(left_before_, left_) : 0;
+  const Bytes leaving = left - std::min(left, away);
+  GroupId id = standing_.written_next(leaving);
+  while (id != kNoGroup && !out.full() && write_back(standing_.at(id)) == Status::ok) {
+    id = standing_.written_next(leaving);
+  }
+  id = away > 0 ? standing_.written_next(~Bytes{0}) : kNoGroup;
   if (id != kNoGroup && !out.full() && out.clock().passed(out.clock().upcoming() - 1)) {
     write_back(standing_.at(id));  // refused: it stays dirty
   }

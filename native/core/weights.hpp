@@ -103,6 +103,7 @@ class Weights {
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
   bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
+  Bytes saved() const;
   bool put_away(WeightGroup& group);
   Status write_back(WeightGroup& group);
   void write_ahead();
@@ -116,6 +117,10 @@ class Weights {
   Bytes arriving_held_ = 0;
   static constexpr unsigned kLeftInstead = 2;
   unsigned left_instead_ = 0;  // groups, for the one that is used next, in the use that goes on
+  // Of groups that left outside of optimizers' steps: since the last backward ended, and between
+  // that and the one before.
+  Bytes left_ = 0;
+  Bytes left_before_ = 0;
   std::atomic<bool> lacks_room_{false};
 };
 

@@ -316,11 +316,8 @@ class TrainedWeights : public EngineWeights<Tensors> {
       this->enter(groups_[block], UseKind::sampling);
       this->enter(states_[block], UseKind::sampling);
       CHECK_EQ(keep_busy(stream_, kStepNs), driver::kSuccess);
-      for (const auto& [group, bytes] : {std::pair{states_[block], 2 * sizes_[block]},
-                                         std::pair{groups_[block], sizes_[block]}}) {
-        CHECK_EQ(runtime_.wrote_weights(group, bytes, stream_), Status::ok);
-        runtime_.leave_weights(group);
-      }
+      written(states_[block], 2 * sizes_[block]);
+      written(groups_[block], sizes_[block]);
     }
     for (const auto& gradient : std::exchange(gradients_, {})) {
       tensors_.drop(gradient);
@@ -328,6 +325,11 @@ class TrainedWeights : public EngineWeights<Tensors> {
   }
 
  private:
+  void written(GroupId group, Bytes bytes) {
+    CHECK_EQ(runtime_.wrote_weights(group, bytes, stream_), Status::ok);
+    runtime_.leave_weights(group);
+  }
+
   Tensors& tensors_;
   const std::vector<Bytes> sizes_;
   std::vector<GroupId> states_;

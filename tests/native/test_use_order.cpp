@@ -142,12 +142,12 @@ TEST("W3: what is held is no victim, and of the others the one that is needed la
   Model model(4);
   for (GroupId id = 0; id < 4; ++id) {
     model.home(id);
-    model.standing.used({id, kForward}, {});
+    model.standing.used({id, kForward}, {}, 0);
   }
   CHECK_EQ(model.standing.farthest(), 0);  // of four backwards its is the last
   model.standing.at(0).holds = 1;
   CHECK_EQ(model.standing.farthest(), 1);
-  model.standing.used({3, kBackward}, {});
+  model.standing.used({3, kBackward}, {}, 0);
   CHECK_EQ(model.standing.farthest(), 3);  // only the next step needs it
   CHECK_EQ(model.standing.broken() == nullptr, true);
 }
@@ -156,7 +156,7 @@ TEST("the next groups that are away come: in forward all until the first backwar
   Model model(5);
   bool far = true;
   model.home(0);
-  model.standing.used({0, kForward}, {});
+  model.standing.used({0, kForward}, {}, 0);
   CHECK_EQ(model.standing.next_ahead(0, &far), 1);
   CHECK(!far);
   model.home(1);
@@ -168,7 +168,7 @@ TEST("the next groups that are away come: in forward all until the first backwar
 TEST("in forward the next two come; in backward also what is needed before the records away") {
   Model model(5);
   for (GroupId id = 0; id < 5; ++id) {
-    model.standing.used({id, kForward}, {});
+    model.standing.used({id, kForward}, {}, 0);
   }
   bool far = true;
   model.home(4);
@@ -176,18 +176,58 @@ TEST("in forward the next two come; in backward also what is needed before the r
   CHECK(!far);
   model.home(3);
   CHECK_EQ(model.standing.next_ahead(UseOrder::kNever, &far), kNoGroup);  // memory fills up yet
-  model.standing.used({4, UseKind::backward}, {});
+  model.standing.used({4, UseKind::backward}, {}, 0);
   model.home(2);
   CHECK_EQ(model.standing.next_ahead(2, &far), kNoGroup);
   CHECK_EQ(model.standing.next_ahead(3, &far), 1);
   CHECK(far);
 }
 
+TEST("no more is copied out ahead than is to leave, the farthest first") {
+  Model model(6);
+  for (GroupId id = 0; id < 6; ++id) {
+    model.home(id);
+    model.standing.used({id, kForward}, {}, 0);
+    model.standing.at(id).dirty = 1;
+  }
+  CHECK_EQ(model.standing.written_next(0), kNoGroup);
+  CHECK_EQ(model.standing.written_next(2_MiB), 0);  // of six backwards its is the last
+  model.standing.at(0).dirty = 0;
+  CHECK_EQ(model.standing.written_next(1_MiB), kNoGroup);  // that one leaves for nothing
+  CHECK_EQ(model.standing.written_next(2_MiB), 1);
+  model.home(0, false);  // it has left, and makes no more room
+  CHECK_EQ(model.standing.written_next(1_MiB), 1);
+}
+
+TEST("what is saved is gone by the time that a later backward needs memory") {
+  Model model(2);
+  Standing& standing = model.standing;
+  const auto uses = [&](UseKind kind, GroupId id, Bytes saved, Bytes live) {
+    standing.used({id, kind}, {}, saved);
+    standing.live_beside(live);
+  };
+  for (int step = 0; step < 2; ++step) {
+    uses(kForward, 0, 0, 1);
+    uses(kForward, 1, 10, 1);
+    uses(kBackward, 1, 20, 1);
+    uses(kBackward, 0, 10, 8);
+    uses(kSampling, 0, 0, 5);
+  }
+  uses(kForward, 0, 0, 1);
+  uses(kForward, 1, 10, 1);
+  uses(kBackward, 1, 20, 1);
+  CHECK_EQ(standing.live_until(0, 20), 21);  // now: in its backward only ten are left
+  uses(kBackward, 0, 10, 8);
+  CHECK_EQ(standing.live_until(1, 10), 18);
+  CHECK_EQ(standing.live_until(1, 4), 12);  // no more than there are
+  CHECK_EQ(standing.live_until(1, 0), 8);
+}
+
 TEST("a record is needed when the group is that it was saved in") {
   Model model(3);
-  model.standing.used({0, kForward}, {1, 4});
-  model.standing.used({1, kForward}, {1, 9});
-  model.standing.used({2, kForward}, {1, 12});
+  model.standing.used({0, kForward}, {1, 4}, 0);
+  model.standing.used({1, kForward}, {1, 9}, 0);
+  model.standing.used({2, kForward}, {1, 12}, 0);
   const auto needed = [&](Plan::Place place) { return model.standing.needed_in(place); };
   CHECK_EQ(needed({1, 13}), 1);
   CHECK_EQ(needed({1, 10}), 2);
