@@ -68,6 +68,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const bool was_home = group.home();
   if (kind != UseKind::backward && standing_.order().current().kind == UseKind::backward) {
     left_before_ = std::exchange(left_, 0);
+    gone_before_ = gone();
   }
   const bool begins =
       standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{}, saved());
@@ -200,7 +201,8 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   const Bytes high = std::min(d_.budget.high, d_.budget.limit);
   const Bytes bytes = standing_.at(id).bytes;
   const bool beside = far && standing_.order().current().kind == UseKind::backward;
-  if (beside && !fits_beside(id, high)) {
+  const bool fits = !beside || fits_beside(id, high);
+  if (!fits && !fits_instead(id, high)) {
     return false;
   }
   if (standing_.needed_until(id) > high) {
@@ -211,7 +213,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   while (!fits_under(occupied, bytes, high)) {
     const GroupId last = standing_.farthest();
     const UseOrder& order = standing_.order();
-    if (!beside && last != kNoGroup && order.distance(last) > order.distance(id)) {
+    if ((!beside || !fits) && last != kNoGroup && order.distance(last) > order.distance(id)) {
       occupied -= put_away(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
     } else if (far || !record_leaves(id, &occupied)) {
       return false;
@@ -230,12 +232,14 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
 
 // There is room, but in no one place. What is used next has it where a group lies that is used
 // later: that one would leave all the same once its block is reached, and the copy begin only then.
-// A few in each use: where no hole comes of it, the others stay.
+// What is used further ahead has it too, while only weights come and go, and where that one leaves
+// for nothing. A few in each use: where no hole comes of it, the others stay.
 bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
   const UseOrder& order = standing_.order();
   const GroupId last = standing_.farthest();
-  if (last == kNoGroup || order.distance(id) > 1 || order.distance(last) <= 1 ||
-      left_instead_ == kLeftInstead) {
+  const std::uint32_t away = order.distance(id);
+  if (last == kNoGroup || order.distance(last) <= away || left_instead_ == kLeftInstead ||
+      (away > 1 && (!alone() || standing_.at(last).dirty > 0))) {
     return false;
   }
   ++left_instead_;
@@ -261,6 +265,21 @@ bool Weights::fits_beside(GroupId id, Bytes high) const {
                            ? standing_.live_until(id, now.retained)
                            : standing_.live_until(id, 0) + now.retained + later;
   return fits_under(home_bytes_ + beside, standing_.at(id).bytes, high);
+}
+
+// Whether only weights come and go in this round: else what leaves far ahead makes room for what
+// was saved and comes back.
+bool Weights::alone() const { return gone() == gone_before_; }
+
+// Bytes of records that have left so far.
+Bytes Weights::gone() const { return d_.counters.evicted_bytes + d_.counters.dropped_bytes; }
+
+// The same in the place of the group that leaves first, where this backward needs that no more.
+bool Weights::fits_instead(GroupId id, Bytes high) const {
+  const GroupId last = standing_.farthest();
+  const UseOrder& order = standing_.order();
+  return alone() && last != kNoGroup && !order.turns_before(id) && order.turns_before(last) &&
+         fits_beside(id, high + standing_.at(last).bytes);
 }
 
 // A record that is needed later than the group leaves.

@@ -99,6 +99,9 @@ class Weights {
   Status wait_for_copy_out(const WeightGroup& group, StreamClock& clock);
   GroupId leaver(bool small_too);
   bool fits_beside(GroupId id, Bytes high) const;
+  bool fits_instead(GroupId id, Bytes high) const;
+  bool alone() const;
+  Bytes gone() const;
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
@@ -121,6 +124,7 @@ class Weights {
   // that and the one before.
   Bytes left_ = 0;
   Bytes left_before_ = 0;
+  Bytes gone_before_ = 0;  // of records, when that backward ended
   std::atomic<bool> lacks_room_{false};
 };
 
