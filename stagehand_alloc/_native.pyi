@@ -88,6 +88,11 @@ def is_weight(tensor: Tensor) -> bool: ...
 def claim_storage(tensor: Tensor, bytes: int) -> None: ...
 
 @final
+class HostCopy:
+    """A copy of what lies on the host, in memory that a WeightGroup can pin. Made without the GIL."""
+
+    def __init__(self, sources: Sequence[tuple[int, int]], numa_node: int = -1) -> None: ...
+
 class WeightGroup:
     """Storages that come and go together: open while held, else sealed."""
 
@@ -100,6 +105,7 @@ class WeightGroup:
         trained: int = 0,
         sources: Sequence[tuple[int, int]] = (),
         shared: tuple[int, int, bool] = (-1, 0, False),
+        ready: HostCopy | None = None,
     ) -> None: ...
     before_leave: Callable[[], None] | None  # called where a backward's hold of it ends
     def enter(self, kind: int) -> None: ...

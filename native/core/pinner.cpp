@@ -17,7 +17,7 @@ namespace {
 
 constexpr Bytes kHugePage = 2_MiB;
 constexpr Bytes kTouchThreshold = 64_MiB;  // from here several threads fault the pages in,
-constexpr unsigned kTouchThreads = 16;     // at most so many, and half of the cores
+constexpr unsigned kTouchThreads = 16;     // at most so many
 constexpr int kPreferred = 1;              // MPOL_PREFERRED of linux/mempolicy.h
 
 // Preferred, not bound: memory of another node is slower, no memory is worse. Where it cannot be
@@ -55,11 +55,12 @@ void touch(std::byte* begin, const std::byte* end) {
   }
 }
 
-// Calls `run(begin, end)` for shares of `size` bytes, each on a thread of its own. What no thread
-// is to be had for is run here.
+// Calls `run(begin, end)` for shares of `size` bytes, each on a thread of its own, of which there
+// are as many as this part of the cores. What no thread is to be had for is run here.
 template <class Run>
-void start_shares(std::vector<std::thread>* threads, Bytes size, Run run) {
-  const unsigned count = std::clamp(std::thread::hardware_concurrency() / 2, 1u, kTouchThreads);
+void start_shares(std::vector<std::thread>* threads, Bytes size, unsigned quarters, Run run) {
+  const unsigned cores = std::thread::hardware_concurrency();
+  const unsigned count = std::clamp(cores * quarters / 4, 1u, kTouchThreads);
   const Bytes share = round_up(size / count, kHugePage);
   Bytes begin = 0;
   try {
@@ -104,7 +105,7 @@ void in_parts(std::span<const HostMove> copies, Part part) {
   }
   std::vector<std::thread> threads;
   threads.reserve(kTouchThreads);
-  start_shares(&threads, all, run);
+  start_shares(&threads, all, 3, run);  // nothing trains meanwhile
   join(&threads);
 }
 
@@ -160,7 +161,7 @@ void Toucher::start(std::byte* host, Bytes size) {
   if (size < kTouchThreshold || !touches()) {
     return;
   }
-  start_shares(&threads_, size,
+  start_shares(&threads_, size, 2,
                [host](Bytes begin, Bytes end) { touch(host + begin, host + end); });
 }
 

@@ -141,6 +141,29 @@ std::byte* pinned(core::Runtime& runtime, std::byte* host, Bytes bytes, Fill fil
 
 }  // namespace
 
+HostCopy::HostCopy(const std::vector<HostBytes>& sources, int numa_node) {
+  for (const auto& [address, bytes] : sources) {
+    bytes_ += core::round_up(bytes, kAligned);
+  }
+  const GilReleased unlocked;
+  host_ = core::map_host(bytes_, numa_node);
+  std::vector<core::HostMove> moves;
+  Bytes at = 0;
+  for (const auto& [address, bytes] : sources) {
+    moves.push_back({host_ + at, reinterpret_cast<const std::byte*>(address), bytes});
+    at += core::round_up(bytes, kAligned);
+  }
+  if (host_ != nullptr) {
+    core::copy_on_host(moves);
+  }
+}
+
+HostCopy::~HostCopy() {
+  if (host_ != nullptr) {
+    core::unmap_host(host_, bytes_);
+  }
+}
+
 std::string WeightGroup::use(const core::StorageSide* side) {
   if (side == nullptr || side->version != core::StorageSide::kVersion ||
       side->size != sizeof(core::StorageSide)) {
@@ -157,10 +180,12 @@ WeightGroup* WeightGroup::find_slowly(PyObject* tensor) {
 
 WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
                          const std::vector<std::string>& texts, int numa_node, std::size_t trained,
-                         const std::vector<HostBytes>& sources, const Stretch& shared)
+                         const std::vector<HostBytes>& sources, const Stretch& shared,
+                         HostCopy* ready)
     : device_(device), shared_(std::get<0>(shared) >= 0) {
   if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size() ||
-      (!sources.empty() && sources.size() != tensors.size())) {
+      (!sources.empty() && sources.size() != tensors.size()) ||
+      (ready != nullptr && (shared_ || sources.empty()))) {
     throw std::runtime_error("stagehand_alloc: internal error: a weight group of nothing");
   }
   core::Runtime& engine = opened(device);
@@ -196,6 +221,9 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
       bytes_ += core::round_up(seen.bytes, kAligned);
       trained_ = held_.size() <= trained ? bytes_ : trained_;
     }
+    if (ready != nullptr && ready->bytes() != bytes_) {
+      throw std::runtime_error("stagehand_alloc: internal error: a host copy of another size");
+    }
     const driver::Stream stream = current_stream(place_);
     const auto& [file, begin, makes] = shared;
     const bool compares = shared_ && !makes;
@@ -204,7 +232,8 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
     {
       const GilReleased unlocked;
       std::byte* const mapped = shared_ ? core::map_shared(file, begin, bytes_, numa_node, true)
-                                        : core::map_host(bytes_, numa_node);
+                                : ready != nullptr ? ready->take()
+                                                   : core::map_host(bytes_, numa_node);
       read_only_ = shared_ ? core::map_shared(file, begin, bytes_, numa_node, false) : nullptr;
       host_ = pinned(engine, mapped, bytes_, [&](std::byte* host) {
         for (std::size_t i = 0; i < on_host.size(); ++i) {
@@ -212,6 +241,8 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
         }
         if (compares) {  // and writes nothing
           same = core::same_on_host(on_host);
+        } else if (ready != nullptr) {
+          return;
         } else if (!on_host.empty()) {
           core::copy_on_host(on_host);
         } else {
@@ -551,7 +582,7 @@ bool WeightGroup::over_any(Address address) {
   return false;
 }
 
-std::vector<WeightGroup::HostBytes> WeightGroup::host() const {
+std::vector<HostBytes> WeightGroup::host() const {
   check_process();
   std::vector<HostBytes> found;
   const std::byte* const begin = shared_ ? read_only_ : host_;
@@ -607,13 +638,17 @@ void bind_weights(nb::module_& module) {
   module.def(
       "is_weight", [](nb::handle tensor) { return WeightGroup::find(tensor.ptr()) != nullptr; },
       nb::arg("tensor"));
+  nb::class_<HostCopy>(module, "HostCopy")
+      .def(nb::init<const std::vector<HostBytes>&, int>(), nb::arg("sources"),
+           nb::arg("numa_node") = -1);
   nb::class_<WeightGroup>(module, "WeightGroup", nb::is_weak_referenceable())
       .def(nb::init<int, const std::vector<nb::object>&, const std::vector<std::string>&, int,
-                    std::size_t, const std::vector<WeightGroup::HostBytes>&,
-                    const WeightGroup::Stretch&>(),
+                    std::size_t, const std::vector<HostBytes>&, const WeightGroup::Stretch&,
+                    HostCopy*>(),
            nb::arg("device"), nb::arg("tensors"), nb::arg("texts"), nb::arg("numa_node") = -1,
-           nb::arg("trained") = 0, nb::arg("sources") = std::vector<WeightGroup::HostBytes>(),
-           nb::arg("shared") = WeightGroup::Stretch(-1, 0, false))
+           nb::arg("trained") = 0, nb::arg("sources") = std::vector<HostBytes>(),
+           nb::arg("shared") = WeightGroup::Stretch(-1, 0, false),
+           nb::arg("ready").none() = nb::none())
       .def("enter", &WeightGroup::enter, nb::arg("kind"))
       .def("leave", &WeightGroup::leave)
       .def("touch", [](nb::handle_t<WeightGroup> self) { WeightGroup::touch(self); })

@@ -21,6 +21,27 @@ namespace stagehand::entry {
 
 namespace nb = nanobind;
 
+// What lies on the host: where, and how many bytes.
+using HostBytes = std::pair<std::uintptr_t, core::Bytes>;
+
+// A copy of these, one after the other, in host memory that is not pinned yet: a group's host copy
+// before there is the group. It is made without the GIL. Where the host has no memory it is empty.
+class HostCopy {
+ public:
+  HostCopy(const std::vector<HostBytes>& sources, int numa_node);
+  ~HostCopy();
+  HostCopy(const HostCopy&) = delete;
+  HostCopy& operator=(const HostCopy&) = delete;
+
+  // Its memory, which is the caller's from here on.
+  std::byte* take() { return std::exchange(host_, nullptr); }
+  core::Bytes bytes() const { return bytes_; }
+
+ private:
+  std::byte* host_ = nullptr;
+  core::Bytes bytes_ = 0;
+};
+
 class WeightGroup {
  public:
   // Takes the table if it is one of ours; else says why not.
@@ -31,9 +52,6 @@ class WeightGroup {
   // Whether a group that is open has the byte there: seldom asked, since all are looked at.
   static bool over_any(core::Address address);
 
-  // What lies on the host: where, and how many bytes.
-  using HostBytes = std::pair<std::uintptr_t, core::Bytes>;
-
   // A stretch of a memory file that other processes map: the file, where it begins, and whether
   // this process makes it. No file: -1.
   using Stretch = std::tuple<int, core::Bytes, bool>;
@@ -43,10 +61,10 @@ class WeightGroup {
   // first ones are. `sources`: where they are on the host, one each; then the storages have no
   // memory, only their size (`claim`), and nothing goes over the link. Empty: they are on the
   // device. `shared`: the host copy is there, and stays as it is; it is compared where another
-  // process made it.
+  // process made it. `ready`: of those sources, which is taken; null: it is made here.
   WeightGroup(int device, const std::vector<nb::object>& tensors,
               const std::vector<std::string>& texts, int numa_node, std::size_t trained,
-              const std::vector<HostBytes>& sources, const Stretch& shared);
+              const std::vector<HostBytes>& sources, const Stretch& shared, HostCopy* ready);
   ~WeightGroup();
   WeightGroup(const WeightGroup&) = delete;
   WeightGroup& operator=(const WeightGroup&) = delete;

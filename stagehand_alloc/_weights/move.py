@@ -42,6 +42,7 @@ def move(
     places = {module: {name: t.device for name, t in _own(module)} for module in model.modules()}
     made: list[tuple[Group, bool]] = []  # and whether its weights were on the GPU before
     left = _Left()
+    ahead = _Ahead(node)
     try:
         for name in list(weights):
             before = weights.pop(name)
@@ -49,7 +50,12 @@ def move(
             place = _Place(index, node, target, name, share)
             was_there = all(weight.tensor.device == target for weight in before)
             if not was_there and goes_straight(block, before):
-                group, sources = _straight(block, before, place, places)
+                ready = ahead.take(before)
+                if weights and share is None:
+                    following = next(iter(weights))
+                    if goes_straight(model.get_submodule(following), weights[following]):
+                        ahead.start(weights[following])
+                group, sources = _straight(block, before, place, places, ready)
                 made.append((group, False))
                 left.give_up(sources)
                 del group, sources
@@ -67,6 +73,7 @@ def move(
         _undo(model, made, places)
         raise
     finally:
+        ahead.close()
         left.close()
     return [group for group, _ in made]
 
@@ -86,10 +93,12 @@ class _Place:
         tensors: list[Tensor],
         weights: list[_blocks.Weight],
         sources: Sequence[tuple[int, int]] = (),
+        ready: Any = None,
     ) -> Any:
         """Native's group of the tensors, whose weights these are. Raises ValueError, OffloadError.
 
         ``sources``: where the bytes are on the host; without any they are in the tensors.
+        ``ready``: a copy of them to take.
         """
         try:
             return native.WeightGroup(
@@ -100,6 +109,7 @@ class _Place:
                 sum(weight.trained for weight in weights),
                 list(sources),
                 (-1, 0, False) if self.share is None else self.share.where(self.name),
+                ready,
             )
         except ValueError as error:
             if self.share is None or "other bytes" not in str(error):
@@ -129,6 +139,37 @@ class _Left:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+class _Ahead:
+    """The next block's bytes are copied on a thread of its own while a block's copy is pinned: both
+    take the host about as long.
+    """
+
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._thread = ThreadPoolExecutor(1, "stagehand_alloc copies")
+        self._next: tuple[list[tuple[int, int]], Future[Any]] | None = None
+
+    def start(self, weights: list[_blocks.Weight]) -> None:
+        """Of these weights, which stay where they are until `take`."""
+        at = _places(weights)
+        self._next = (at, self._thread.submit(native.HostCopy, at, self._node))
+
+    def take(self, weights: list[_blocks.Weight]) -> Any:
+        """The copy that was started of them, once it is made; None where none was."""
+        started, self._next = self._next, None
+        return None if started is None or started[0] != _places(weights) else started[1].result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._next = None
+
+
+def _places(weights: list[_blocks.Weight]) -> list[tuple[int, int]]:
+    """Where each storage's bytes are, and how many."""
+    storages = [weight.tensor.untyped_storage() for weight in weights]
+    return [(storage.data_ptr(), storage.nbytes()) for storage in storages]
 
 
 def _by_the_gpu(
@@ -167,11 +208,12 @@ def goes_straight(block: nn.Module, weights: list[_blocks.Weight]) -> bool:
 
 
 def _straight(
-    block: nn.Module, weights: list[_blocks.Weight], place: _Place, places: Places
+    block: nn.Module, weights: list[_blocks.Weight], place: _Place, places: Places, ready: Any
 ) -> tuple[Group, list[torch.UntypedStorage]]:
     """From the CPU to the host copy: the storages on the GPU get no memory before they are used.
 
     What stays goes to the GPU. With the storages that the block had; on failure it has them again.
+    ``ready``: of `_Ahead`, or None.
     """
     import torch
 
@@ -187,8 +229,8 @@ def _straight(
             made = torch.empty(0, dtype=parameter.dtype, device=place.target)
             shape = parameter.storage_offset(), parameter.size(), parameter.stride()
             over[id(parameter)] = made.set_(storage, *shape)
-    at = [(source.data_ptr(), source.nbytes()) for source in sources]
-    group = place.group(away, weights, at)  # from here on they are sealed
+    at = _places(weights)
+    group = place.group(away, weights, at, ready)  # from here on they are sealed
     there = {int(storage._cdata) for storage in storages.values()}
 
     def go(tensor: Tensor) -> Any:
