@@ -43,6 +43,11 @@ class Case:
         """Its name without the mode."""
         return self.name.removeprefix(f"{self.mode} ")
 
+    @property
+    def is_others(self) -> bool:
+        """It runs nothing of this package."""
+        return self.kind not in ("plain", "ours")
+
     def before(self) -> tuple[str, ...]:
         """The cases that its rows need, in the order in which they are to run."""
         return tuple(name for name in (self.base, *self.needs, self.as_much_as) if name)
@@ -194,6 +199,10 @@ def cases_of(modes: tuple[str, ...], scale: Scale = FULL) -> dict[str, Case]:
             Case(f"diffusers {level}", **{**long, **kind}, checkpoint=True, **of_checkpoint),
             Case(f"diffusers {level} forward", **{**forward, **kind}, **of_forward),
         ]
+    made += [
+        Case(f"{mode} as diffusers", **lora, as_much_as="diffusers block", mode=mode)
+        for mode in modes
+    ]
     for high in (12, 10, 8):
         made += [
             Case(f"{mode} activations {high}", high=high, **activations, mode=mode)

@@ -185,6 +185,8 @@ class Rows:
             yield from self._of("checkpoint as ring", theirs, claim, 0.8, parts=True)
             claim = f"forward alone at 3 GB, {title}"
             yield from self._of("forward 3", f"{theirs} forward", claim, 0.8)
+        claim = "no checkpointing, in as much memory as diffusers' group offload by block with it"
+        yield from self._of("as diffusers", "diffusers block", claim, 0.8, parts=True)
         claim = "forward alone at 3 GB, of accelerate's cpu_offload"
         yield from self._of("forward 3", "accelerate forward", claim, 0.5)
 

@@ -21,7 +21,8 @@ does not have it. Losses and gradients must be plain torch's bit by bit, with wh
 compared with plain torch under checkpointing: where they are not, the exit code is 1.
 
 Writes benchmarks/results/weights.json after every case. Results of the same sources, device, torch
-and driver stay there, so that several calls add up to one file. --time-limit: no case begins that
+and driver stay there, so that several calls add up to one file; what others made stays also where
+only our sources are others. --time-limit: no case begins that
 would not end by then, as it is estimated (--list says how long each takes). --simulated: tiny
 models without a GPU, to try the program.
 """
@@ -76,9 +77,13 @@ class Weights:
             worker.close()
         self.link = tuple(place.pop("link"))
         self.head = {**place, "driver": driver_version(), "sources": source_hash()}
-        self.found = {name: Result.of(one) for name, one in self._earlier("cases").items()}
-        if self.found:
-            self.rows = {one["claim"]: one for one in self._earlier("rows")}
+        if mine := self._earlier("cases", SAME):
+            self.rows = {one["claim"]: one for one in self._earlier("rows", SAME)}
+        theirs = self._earlier("cases", SAME[1:])
+        theirs = {
+            name: one for name, one in theirs.items() if name in cases and cases[name].is_others
+        }
+        self.found = {name: Result.of(one) for name, one in {**theirs, **mine}.items()}
         self.fresh: set[str] = set()
 
     def seconds(self) -> float:
@@ -119,8 +124,8 @@ class Weights:
         if self.next is not None:
             self.next.close()
 
-    def _earlier(self, part: str) -> Any:
-        return earlier(self.options.out, self.head, SAME, part)
+    def _earlier(self, part: str, same: Sequence[str]) -> Any:
+        return earlier(self.options.out, self.head, same, part)
 
     def _start(self) -> Worker:
         settings = {"simulated": self.options.simulated}

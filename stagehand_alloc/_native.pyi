@@ -89,7 +89,7 @@ def claim_storage(tensor: Tensor, bytes: int) -> None: ...
 
 @final
 class HostCopy:
-    """A copy of what lies on the host, in memory that a WeightGroup can pin. Made without the GIL."""
+    """A copy of what lies on the host, in memory that a WeightGroup pins. Made without the GIL."""
 
     def __init__(self, sources: Sequence[tuple[int, int]], numa_node: int = -1) -> None: ...
 
