@@ -96,6 +96,26 @@ TEST("all trained in torch's cache: state finds no hole before the optimizer nee
   holds_trained_to<HeldTensors>(24 * kGB, 1.57, 4.9);
 }
 
+// At 20 GiB 23 of 48 blocks must come in each direction, and the link is all that they wait for.
+template <class Tensors>
+void keeps_the_link_busy(double of_bytes, std::uint64_t loads) {
+  LoraReplay<Tensors> replay(checkpointed_blocks(), 20_GiB, lora_machine(on_one_link),
+                             Recomputes{false, 0});
+  for (int i = 0; i < kSettled; ++i) {
+    const LoraStep step = replay.step();
+    const double link_ms = static_cast<double>(step.in) / kBytesPerS * 1e3;
+    if (i > 0 && (step.loads > loads || step.ms > of_bytes * link_ms)) {
+      CHECK_EQ(std::to_string(step.loads) + " loads, " + std::to_string(step.ms / link_ms), "");
+    }
+    CHECK_EQ(step.over, 0);
+  }
+}
+
+TEST("checkpointed blocks that the link bounds: it is busy throughout, from the second step on") {
+  keeps_the_link_busy<HeapTensors>(1.05, 44);
+  keeps_the_link_busy<HeldTensors>(1.05, 47);
+}
+
 // Settled steps, in plain ones.
 double settled(const char* trace, Bytes high, Recomputes what) {
   constexpr int kTried = 30;  // steps, after which the plan is mostly what it stays
