@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -55,6 +56,53 @@ def test_what_is_trained_goes_straight_as_well() -> None:
     stagehand_alloc.offload(model, trained=True)
     assert copied() == before
     assert {name: digest(t) for name, t in model.state_dict().items() if name in wanted} == wanted
+
+
+def test_each_blocks_copy_but_the_first_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, copy = [], _native.HostCopy
+
+    def told(*args: Any) -> Any:
+        made.append(args)
+        return copy(*args)
+
+    monkeypatch.setattr(_native, "HostCopy", told)
+    model = build()
+    wanted = {name: digest(p) for name, p in model.layers.named_parameters()}
+    stagehand_alloc.offload(model, trained=True)
+    assert len(made) == len(model.layers) - 1
+    assert {name: digest(t) for name, t in model.layers.state_dict().items()} == wanted
+
+
+def test_a_block_that_moves_in_its_own_way_has_no_copy_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, copy = [], _native.HostCopy
+
+    def told(*args: Any) -> Any:
+        made.append(args)
+        return copy(*args)
+
+    monkeypatch.setattr(_native, "HostCopy", told)
+    model = build()
+    own: Any = model.layers[2]
+    own.to = functools.partial(nn.Module.to, own)
+    stagehand_alloc.offload(model)
+    assert len(made) == len(model.layers) - 3  # of the first, of that one, and of what follows it
+    assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == plain()
+
+
+def test_a_copy_ahead_that_fails_leaves_the_very_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise MemoryError("no memory for a copy ahead")
+
+    model = build()
+    before = of_all(model)
+    monkeypatch.setattr(_native, "HostCopy", fails)
+    with pytest.raises(MemoryError, match="copy ahead"):
+        stagehand_alloc.offload(model)
+    assert [one[:2] + one[3:] for one in of_all(model)] == [one[:2] + one[3:] for one in before]
+    monkeypatch.undo()
+    assert trained(stagehand_alloc.offload(model), stagehand_alloc.pool(high=8 * MIB)) == plain()
 
 
 def test_a_parameter_stays_itself_and_so_do_its_version_shape_and_gradient() -> None:
