@@ -197,7 +197,7 @@ class Rows:
         other = self.found.get(theirs)
         if theirs in self.fresh and other is not None and not other.measured:
             yield Missing(f"{self.mode}: {claim}", other.absent or other.error)
-        elif theirs in self.fresh and other is not None and other.bitwise is False:
+        elif other and other.bitwise is False and self.fresh & {theirs, f"{self.mode} {name}"}:
             yield Missing(f"{self.mode}: {claim}", "its gradients are not plain torch's")
         elif pair := self._there(f"{self.mode} {name}", theirs):
             mine, other = pair

@@ -22,8 +22,8 @@ compared with plain torch under checkpointing: where they are not, the exit code
 
 Writes benchmarks/results/weights.json after every case. Results of the same sources, device, torch
 and driver stay there, so that several calls add up to one file; what others made stays also where
-only our sources are others. --time-limit: no case begins that
-would not end by then, as it is estimated (--list says how long each takes). --simulated: tiny
+our sources are others, while the programs that measure are the same. --time-limit: no case begins
+that would not end by then, as it is estimated (--list says how long each takes). --simulated: tiny
 models without a GPU, to try the program.
 """
 
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import pathlib
 import sys
 import time
@@ -54,8 +55,16 @@ from weight_cases import FULL, GB, MODES, QUICK, TINY, Case, Result, cases_of, c
 from weight_rows import Missing, Rows, least_ms, unlike_torch
 
 SAME = ("sources", "device", "torch", "driver")  # of results that may be joined
+SAME_OF_OTHERS = ("programs", *SAME[1:])
+PROGRAMS = ("weight_anchors.py", "weight_cases.py", "weight_models.py", "weight_worker.py")
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 PATIENCE = 90  # s, and three times what a case should take
+
+
+def programs() -> str:
+    """The sha256 of what measures the cases."""
+    here = pathlib.Path(__file__).parent
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in PROGRAMS)).hexdigest()
 
 
 class Weights:
@@ -77,9 +86,10 @@ class Weights:
             worker.close()
         self.link = tuple(place.pop("link"))
         self.head = {**place, "driver": driver_version(), "sources": source_hash()}
+        self.head["programs"] = programs()
         if mine := self._earlier("cases", SAME):
             self.rows = {one["claim"]: one for one in self._earlier("rows", SAME)}
-        theirs = self._earlier("cases", SAME[1:])
+        theirs = self._earlier("cases", SAME_OF_OTHERS)
         theirs = {
             name: one for name, one in theirs.items() if name in cases and cases[name].is_others
         }

@@ -90,6 +90,9 @@ GroupId Standing::farthest() const {
 
 GroupId Standing::written_next(Bytes leaving) const {
   GroupId found = kNoGroup;
+  if (leaving == 0) {
+    return found;
+  }
   for (GroupId id = 0; id < groups_.size(); ++id) {
     if (groups_[id].may_leave() && !groups_[id].refused && groups_[id].dirty > 0 &&
         order_.distance(id) > kAhead && (found == kNoGroup || !leaves_later(id, found))) {

@@ -66,10 +66,11 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const Record* newest = d_.ledger.newest();
   standing_.forgive();
   const bool was_home = group.home();
-  if (kind != UseKind::backward && standing_.order().current().kind == UseKind::backward) {
+  if (kind == UseKind::forward && std::exchange(went_back_, false)) {
     left_before_ = std::exchange(left_, 0);
     gone_before_ = gone();
   }
+  went_back_ |= kind == UseKind::backward;
   const bool begins =
       standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{}, saved());
   left_instead_ = begins ? 0 : left_instead_;
@@ -232,14 +233,15 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
 
 // There is room, but in no one place. What is used next has it where a group lies that is used
 // later: that one would leave all the same once its block is reached, and the copy begin only then.
-// What is used further ahead has it too, while only weights come and go, and where that one leaves
-// for nothing. A few in each use: where no hole comes of it, the others stay.
+// What is used further ahead has it too, while only weights come and go, and where that one is as
+// large and leaves for nothing. A few in each use: where no hole comes of it, the others stay.
 bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
   const UseOrder& order = standing_.order();
   const GroupId last = standing_.farthest();
   const std::uint32_t away = order.distance(id);
   if (last == kNoGroup || order.distance(last) <= away || left_instead_ == kLeftInstead ||
-      (away > 1 && (!alone() || standing_.at(last).dirty > 0))) {
+      (away > 1 && (!alone() || standing_.at(last).dirty > 0 ||
+                    standing_.at(last).bytes < standing_.at(id).bytes))) {
     return false;
   }
   ++left_instead_;
@@ -260,8 +262,8 @@ bool Weights::fits_beside(GroupId id, Bytes high) const {
   const Bytes away = now.evicted + now.dropped;
   const UseOrder& order = standing_.order();
   const Bytes later = order.turns_before(id) ? away : 0;
-  const bool for_optimizer = order.next_use(id).kind == UseKind::sampling;
-  const Bytes beside = for_optimizer && away == 0
+  const bool saves_nothing = order.next_use(id).kind == UseKind::sampling;  // mostly an optimizer's
+  const Bytes beside = saves_nothing && away == 0
                            ? standing_.live_until(id, now.retained)
                            : standing_.live_until(id, 0) + now.retained + later;
   return fits_under(home_bytes_ + beside, standing_.at(id).bytes, high);
@@ -269,17 +271,25 @@ bool Weights::fits_beside(GroupId id, Bytes high) const {
 
 // Whether only weights come and go in this round: else what leaves far ahead makes room for what
 // was saved and comes back.
-bool Weights::alone() const { return gone() == gone_before_; }
+bool Weights::alone() const {
+  return gone() == gone_before_ && d_.counters.evicted + d_.counters.dropped == 0;
+}
 
 // Bytes of records that have left so far.
 Bytes Weights::gone() const { return d_.counters.evicted_bytes + d_.counters.dropped_bytes; }
 
-// The same in the place of the group that leaves first, where this backward needs that no more.
+// The same in the place of the group that leaves first: where this backward needs that no more, and
+// it leaves for nothing.
 bool Weights::fits_instead(GroupId id, Bytes high) const {
   const GroupId last = standing_.farthest();
   const UseOrder& order = standing_.order();
-  return alone() && last != kNoGroup && !order.turns_before(id) && order.turns_before(last) &&
-         fits_beside(id, high + standing_.at(last).bytes);
+  if (!alone() || last == kNoGroup || order.turns_before(id) || !order.turns_before(last)) {
+    return false;
+  }
+  const WeightGroup& group = standing_.at(last);
+  const Bytes occupied = d_.counters.occupied - std::min(d_.counters.occupied, group.bytes);
+  return group.dirty == 0 && fits_under(occupied, standing_.at(id).bytes, high) &&
+         fits_beside(id, high + group.bytes);
 }
 
 // A record that is needed later than the group leaves.
@@ -345,21 +355,20 @@ Status Weights::write_back(WeightGroup& group) {
   return status;
 }
 
-// So that groups leave for nothing. Forward fills the memory up: as much as left in the last round
-// is copied out at once, since the host is ahead of the GPU and would not look again in time. One
-// more where not all are at home, while the lane out has nothing to do.
+// So that groups leave for nothing. Forward fills the memory up: with each block one more is copied
+// out of what left in the last round, without a look at the lane, since the host is ahead of the
+// GPU. Else one more where not all are at home, while the lane out has nothing to do.
 void Weights::write_ahead() {
   Lane& out = d_.transfers.out();
   const Bytes away = standing_.bytes() - home_bytes_;
   const bool forward = standing_.order().current().kind == UseKind::forward;
   const Bytes left = forward ? std::max(left_before_, left_) : 0;
-  const Bytes leaving = left - std::min(left, away);
-  GroupId id = standing_.written_next(leaving);
-  while (id != kNoGroup && !out.full() && write_back(standing_.at(id)) == Status::ok) {
-    id = standing_.written_next(leaving);
+  GroupId id = standing_.written_next(left - std::min(left, away));
+  if (id == kNoGroup && away > 0) {
+    id = standing_.written_next(~Bytes{0});
+    id = id != kNoGroup && out.clock().passed(out.clock().upcoming() - 1) ? id : kNoGroup;
   }
-  id = away > 0 ? standing_.written_next(~Bytes{0}) : kNoGroup;
-  if (id != kNoGroup && !out.full() && out.clock().passed(out.clock().upcoming() - 1)) {
+  if (id != kNoGroup && !out.full()) {
     write_back(standing_.at(id));  // refused: it stays dirty
   }
 }

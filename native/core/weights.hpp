@@ -119,12 +119,13 @@ class Weights {
   Bytes arriving_idle_ = 0;  // their memory is being made, and may be on the books already
   Bytes arriving_held_ = 0;
   static constexpr unsigned kLeftInstead = 2;
-  unsigned left_instead_ = 0;  // groups, for the one that is used next, in the use that goes on
-  // Of groups that left outside of optimizers' steps: since the last backward ended, and between
-  // that and the one before.
+  unsigned left_instead_ = 0;  // groups, in the use that goes on, for others' holes
+  // A round begins with the first forward after a backward. What left in it and in the one before,
+  // of groups, outside of optimizers' steps; and what had left of records as it began.
+  bool went_back_ = false;
   Bytes left_ = 0;
   Bytes left_before_ = 0;
-  Bytes gone_before_ = 0;  // of records, when that backward ended
+  Bytes gone_before_ = 0;
   std::atomic<bool> lacks_room_{false};
 };
 

@@ -142,24 +142,34 @@ std::byte* pinned(core::Runtime& runtime, std::byte* host, Bytes bytes, Fill fil
 }  // namespace
 
 HostCopy::HostCopy(const std::vector<HostBytes>& sources, int numa_node) {
+  std::vector<core::HostMove> moves;
+  moves.reserve(sources.size());
   for (const auto& [address, bytes] : sources) {
     bytes_ += core::round_up(bytes, kAligned);
   }
   const GilReleased unlocked;
-  host_ = core::map_host(bytes_, numa_node);
-  std::vector<core::HostMove> moves;
+  std::byte* const host = core::map_host(bytes_, numa_node);
+  if (host == nullptr) {
+    return;
+  }
   Bytes at = 0;
   for (const auto& [address, bytes] : sources) {
-    moves.push_back({host_ + at, reinterpret_cast<const std::byte*>(address), bytes});
+    moves.push_back({host + at, reinterpret_cast<const std::byte*>(address), bytes});
     at += core::round_up(bytes, kAligned);
   }
-  if (host_ != nullptr) {
+  try {
     core::copy_on_host(moves);
+  } catch (...) {
+    core::unmap_host(host, bytes_);
+    throw;
   }
+  host_ = host;
 }
 
+// In a forked child the memory is not there.
 HostCopy::~HostCopy() {
-  if (host_ != nullptr) {
+  if (host_ != nullptr && !Registry::get().forked()) {
+    const GilReleased unlocked;
     core::unmap_host(host_, bytes_);
   }
 }
@@ -181,8 +191,10 @@ WeightGroup* WeightGroup::find_slowly(PyObject* tensor) {
 WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
                          const std::vector<std::string>& texts, int numa_node, std::size_t trained,
                          const std::vector<HostBytes>& sources, const Stretch& shared,
-                         HostCopy* ready)
+                         HostCopy* ready_or_empty)
     : device_(device), shared_(std::get<0>(shared) >= 0) {
+  HostCopy* const ready =
+      ready_or_empty != nullptr && !ready_or_empty->empty() ? ready_or_empty : nullptr;
   if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size() ||
       (!sources.empty() && sources.size() != tensors.size()) ||
       (ready != nullptr && (shared_ || sources.empty()))) {

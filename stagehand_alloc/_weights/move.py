@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError
 from stagehand_alloc._extension import native
+from stagehand_alloc._settings.host_memory import available_host_bytes
 from stagehand_alloc._settings.sizes import shown
 from stagehand_alloc._weights import blocks as _blocks
 from stagehand_alloc._weights import state as _state
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stagehand_alloc._weights.share import Share
+
+_BLOCKS_AHEAD = 4  # that there must be host memory for, beside what is taken, to copy one ahead
 
 Places = dict["nn.Module", dict[str, "torch.device"]]  # of a module's own tensors, by name
 
@@ -43,6 +47,9 @@ def move(
     made: list[tuple[Group, bool]] = []  # and whether its weights were on the GPU before
     left = _Left()
     ahead = _Ahead(node)
+    ending = contextlib.ExitStack()
+    ending.callback(left.close)
+    ending.callback(ahead.close)
     try:
         for name in list(weights):
             before = weights.pop(name)
@@ -70,11 +77,13 @@ def move(
             if registry.of(module) is None and _elsewhere(module, target):
                 _apply(module, lambda tensor: tensor.to(target))
     except BaseException:
-        _undo(model, made, places)
+        try:
+            ahead.close()  # first: what undoes takes host memory
+        finally:
+            _undo(model, made, places)
         raise
     finally:
-        ahead.close()
-        left.close()
+        ending.close()
     return [group for group, _ in made]
 
 
@@ -152,9 +161,15 @@ class _Ahead:
         self._next: tuple[list[tuple[int, int]], Future[Any]] | None = None
 
     def start(self, weights: list[_blocks.Weight]) -> None:
-        """Of these weights, which stay where they are until `take`."""
+        """Of these weights, which stay where they are until `take`. Not where memory is short."""
         at = _places(weights)
-        self._next = (at, self._thread.submit(native.HostCopy, at, self._node))
+        if available_host_bytes() > _BLOCKS_AHEAD * sum(size for _, size in at):
+            storages = [weight.tensor.untyped_storage() for weight in weights]
+            self._next = (at, self._thread.submit(self._copy, storages, at))
+
+    def _copy(self, storages: list[torch.UntypedStorage], at: list[tuple[int, int]]) -> Any:
+        """``storages`` are held meanwhile, whatever becomes of their tensors."""
+        return native.HostCopy(at, self._node)
 
     def take(self, weights: list[_blocks.Weight]) -> Any:
         """The copy that was started of them, once it is made; None where none was."""

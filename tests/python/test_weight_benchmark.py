@@ -246,3 +246,23 @@ def test_a_second_call_adds_to_the_file(tmp_path: pathlib.Path) -> None:
     claims = [row["claim"] for row in result["rows"]]
     assert claims[0] == "of the first call"
     assert "allocator: 1024 tokens at 4 GB, GB over high" in claims
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_of_other_sources_what_others_made_stays_while_the_programs_are_the_same(
+    tmp_path: pathlib.Path, same: bool
+) -> None:
+    out = tmp_path / "weights.json"
+    head = {"device": "CPU", "torch": torch.__version__, "driver": driver_version()}
+    head |= {"sources": "older", "programs": weights.programs() if same else "others"}
+    names = ("ring checkpoint", "plain forward", "allocator 12")
+    cases = {name: dataclasses.asdict(Result(name, 50)) for name in names}
+    out.write_text(json.dumps({**head, "rows": [Row("older", 1).as_dict()], "cases": cases}))
+    program = [sys.executable, str(FOLDER / "weights.py"), "--simulated", "--only", "plain 1024"]
+    done = subprocess.run(
+        [*program, "--out", str(out)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert set(result["cases"]) == {"plain 1024"} | ({"ring checkpoint"} if same else set())
+    assert "older" not in [row["claim"] for row in result["rows"]]
