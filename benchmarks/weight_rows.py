@@ -1,8 +1,9 @@
 """What weights.py claims of its cases, and the least times they are held against.
 
 The least time of a step is max(forward, (W - R)+ / in, (A - R)+ / out) + max(backward, (W + A - R)+
-/ in) and what is not of either: W weights, A what is saved, R the budget less what stays,
-temporaries and one block (docs/decisions/0038).
+/ in): W weights, A what is saved, R the budget less what stays, temporaries and one block
+(docs/decisions/0038). No less than plain torch's step either: what that does outside of both parts
+is mostly the host's, and copies may go on meanwhile.
 """
 
 from __future__ import annotations
@@ -46,10 +47,9 @@ def bound(high: float, plain: Result, rates: Rates) -> Bound:
     over = max(0.0, plain.weights + saved - room)
     forward = max(0.0, plain.weights - room)
     ms = max(plain.forward, forward / into, max(0.0, saved - room) / out)
-    return Bound(
-        ms + max(plain.backward, over / into) + plain.step - plain.forward - plain.backward,
-        forward + over,
-    )
+    ms += max(plain.backward, over / into)
+    parts = max(plain.step, plain.forward + plain.backward) - plain.step  # waits between them
+    return Bound(max(plain.step, ms - parts), forward + over)
 
 
 def full_bound(high: float, plain: Result, rates: Rates) -> float:

@@ -53,8 +53,18 @@ def weights(found: dict[str, Any]) -> str:
         "\n![Step time against the budget, weights in it](benchmarks/results/weights.svg)\n\n"
         f"*LoRA, its frozen weights offloaded, {found['device']}; plain takes "
         f"{cases['plain 8192']['reserved'] / 1e9:.1f} GB. A step in mode allocator, native:\n"
-        f"{'; '.join(budgets)}. Of the sources that `weights.json` names.*\n"
+        f"{'; '.join(budgets)}{trained(cases)}. Of `weights.json`'s sources.*\n"
     )
+
+
+def trained(cases: dict[str, Any]) -> str:
+    """The same where all is trained and the optimizer's state streams."""
+    plain = cases.get("plain full")
+    mine = [cases.get(f"{mode} full 24") for mode in ("allocator", "native")]
+    times = ", ".join(f"{one['to_plain']:.2f}" for one in mine if one and one["to_plain"])
+    if not plain or not times:
+        return ""
+    return f"; all trained by AdamW, 24 of {plain['reserved'] / 1e9:.1f} GB, {times}"
 
 
 def filled(text: str, figures: str, begin: str = BEGIN, end: str = END) -> str:

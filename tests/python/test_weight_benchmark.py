@@ -61,9 +61,15 @@ def test_what_has_room_costs_nothing() -> None:
     assert bound(20 * GB, PLAIN, RATES).ms == PLAIN.step
 
 
-def test_what_has_no_room_comes_back_in_backward_and_the_step_beside_both_stays() -> None:
+def test_what_has_no_room_comes_back_in_backward_and_copies_go_on_beside_the_rest() -> None:
     # 8 - 1 - 0.5 - 0.5 = 6: 4 of what is saved leave, and 9 of 15 GB come back.
-    assert bound(8 * GB, PLAIN, RATES).ms == pytest.approx(4e9 / 25e6 + 9e9 / 50e6 + 10)
+    assert bound(8 * GB, PLAIN, RATES).ms == pytest.approx(4e9 / 25e6 + 9e9 / 50e6)
+
+
+def test_a_step_takes_no_less_than_plain_torchs_whose_parts_are_waited_for() -> None:
+    waited = dataclasses.replace(PLAIN, step=PLAIN.forward + PLAIN.backward - 2)
+    assert bound(20 * GB, waited, RATES).ms == waited.step
+    assert bound(8 * GB, waited, RATES).ms == pytest.approx(4e9 / 25e6 + 9e9 / 50e6 - 2)
 
 
 def test_a_slowed_link_is_what_the_bound_is_of() -> None:
