@@ -76,7 +76,7 @@ test: $(VENV)/.tools
 # One process a core, so torch needs no threads of its own.
 .PHONY: test-python
 test-python: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations 40
 
 .PHONY: test-native
 test-native: $(VENV)/.tools
