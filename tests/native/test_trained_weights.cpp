@@ -1,7 +1,11 @@
 // Weight groups that are written to, as an optimizer does: a dirty one leaves by a copy out, which
 // all that comes later is behind (rule W4), under any schedule; broken on purpose, it is found.
 #include <algorithm>
+#include <iterator>
+#include <numeric>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "native/weights_rig.hpp"
@@ -63,6 +67,79 @@ TEST("W4: what an optimizer wrote comes back in every budget, and is on the host
       }
       rig.verify_empty();
     }
+  }
+}
+
+// Forwards that leave blocks out, backwards in which some step, sampling, steps of all in any
+// order, reads of the host, and all given up: with another budget in each round, or none meanwhile.
+void any_program(CoreRig& rig, Model& model, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto once_in = [&](std::uint64_t times) { return random() % times == 0; };
+  const driver::Stream s = rig.stream();
+  std::vector<std::size_t> order(model.ids.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  for (int round = 0; round < 8; ++round) {
+    const Bytes highs[] = {8_MiB, 9_MiB, 12_MiB, 16_MiB, 40_MiB};
+    const Bytes high = highs[random() % std::size(highs)];
+    rig.budget(high, high - high / 10);
+    std::vector<std::pair<std::size_t, Held>> saved;
+    for (std::size_t i = 0; i < model.ids.size(); ++i) {
+      if (once_in(6)) {
+        continue;
+      }
+      rig.check(model.enter(i, s), s);
+      saved.emplace_back(i, rig.retain(1_MiB, s));
+      model.leave(i);
+    }
+    const bool steps_in_backward = once_in(4);
+    for (; !saved.empty(); saved.pop_back()) {
+      const auto& [i, held] = saved.back();
+      const Tensor tensor = model.enter(i, s, UseKind::backward);
+      rig.check(tensor, s);
+      rig.back(held, s);
+      if (steps_in_backward) {
+        model.write(i, tensor, s);
+      }
+      model.leave(i);
+      if (once_in(12)) {
+        model.step(random() % model.ids.size(), s);
+      }
+    }
+    if (once_in(3)) {
+      rig.runtime->clear_budget();
+    }
+    if (!once_in(4)) {
+      std::shuffle(order.begin(), order.end(), random);
+      for (const std::size_t i : order) {
+        model.step(i, s);
+      }
+    }
+    for (std::size_t i = 0; once_in(2) && i < model.ids.size(); ++i) {
+      model.run(i, s, UseKind::sampling);
+    }
+    if (once_in(3)) {
+      check_host(rig, model, random() % model.ids.size());
+    }
+    if (once_in(6)) {
+      rig.runtime->drop_weights();
+    }
+  }
+  for (std::size_t i = 0; i < model.ids.size(); ++i) {
+    check_host(rig, model, i);
+  }
+}
+
+TEST("W4: in any program and any budget each use finds what was written last") {
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Machine with = kMachine;
+    with.seed = seed;
+    CoreRig rig(with);
+    {
+      Model model(rig, 6);
+      any_program(rig, model, seed);
+      rig.verify();
+    }
+    rig.verify_empty();
   }
 }
 
