@@ -1,4 +1,6 @@
 // Weight groups where torch's own allocator cuts the blocks: modes "native" and "mempool".
+#include <random>
+#include <utility>
 #include <vector>
 
 #include "native/held_rig.hpp"
@@ -97,6 +99,46 @@ void stays_below(Bytes high, int steps, int learned, auto step, auto check) {
       }
       CHECK(rig.counters().mapped_peak <= high);
       check(rig, model);
+    }
+    rig.verify();
+  }
+}
+
+TEST("W4: in torch's cache too each use finds what was written last, in any program and budget") {
+  for (std::uint64_t seed = 0; seed < kSeeds / 4; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto once_in = [&](std::uint64_t times) { return random() % times == 0; };
+    Machine with = kMachine;
+    with.seed = seed;
+    HeldRig rig(with);
+    {
+      Model model(rig);
+      const driver::Stream s = rig.stream();
+      for (int round = 0; round < 6; ++round) {
+        const Bytes high = (80 + 40 * (random() % 6)) * 1_MiB;
+        rig.budget(high, high - 20_MiB);
+        std::vector<std::pair<std::size_t, SavedTensor>> saved;
+        for (std::size_t i = 0; i < kGroups; ++i) {
+          if (!once_in(6)) {
+            model.enter(i, s);
+            saved.emplace_back(i, rig.retain(once_in(2) ? 20_MiB : 4_MiB, s));
+            model.leave(i);
+          }
+        }
+        for (; !saved.empty(); saved.pop_back()) {
+          model.enter(saved.back().first, s, UseKind::backward);
+          rig.back(saved.back().second, s);
+          model.leave(saved.back().first);
+          if (once_in(8)) {
+            model.step(random() % kGroups, s);
+          }
+        }
+        rig.runtime->clear_budget();
+        for (std::size_t i = 0; round % 3 != 2 && i < kGroups; ++i) {
+          model.step(i, s);
+        }
+      }
+      rig.verify();
     }
     rig.verify();
   }
