@@ -43,8 +43,7 @@ def weights(found: dict[str, Any]) -> str:
     cases = found["cases"]
     budgets = []
     for high in (12, 8):
-        mine = [cases.get(f"{mode} {high}") for mode in ("allocator", "native")]
-        there = [one for one in mine if one is not None and one["to_plain"]]
+        there = measured(cases, f"{high}")
         times = [f"{one['to_plain']:.2f}" for one in there]
         if there:
             times.append(f"least possible {there[0]['bound_to_plain']:.2f}")
@@ -57,11 +56,16 @@ def weights(found: dict[str, Any]) -> str:
     )
 
 
+def measured(cases: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """That case in each mode, where it is compared with plain torch."""
+    mine = [cases.get(f"{mode} {name}") for mode in ("allocator", "native")]
+    return [one for one in mine if one is not None and one["to_plain"]]
+
+
 def trained(cases: dict[str, Any]) -> str:
     """The same where all is trained and the optimizer's state streams."""
     plain = cases.get("plain full")
-    mine = [cases.get(f"{mode} full 24") for mode in ("allocator", "native")]
-    times = ", ".join(f"{one['to_plain']:.2f}" for one in mine if one and one["to_plain"])
+    times = ", ".join(f"{one['to_plain']:.2f}" for one in measured(cases, "full 24"))
     if not plain or not times:
         return ""
     return f"; all trained by AdamW, 24 of {plain['reserved'] / 1e9:.1f} GB, {times}"

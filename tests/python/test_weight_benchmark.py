@@ -233,18 +233,24 @@ def test_the_plot_says_of_which_device_it_is(tmp_path: pathlib.Path) -> None:
     assert all(part in text for part in ("H200, torch 2.13", "ring of two", "bound"))
 
 
+def called(only: str, out: pathlib.Path) -> dict[str, Any]:
+    """What the program leaves in the file after a call on tiny models."""
+    program = [sys.executable, str(FOLDER / "weights.py"), "--simulated", "--only", only]
+    done = subprocess.run(
+        [*program, "--out", str(out)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
 def test_a_second_call_adds_to_the_file(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "weights.json"
     head = {"device": "CPU", "torch": torch.__version__, "driver": driver_version()}
     first = {"plain forward": dataclasses.asdict(Result("plain forward", 50))}
     earlier = {"rows": [Row("of the first call", 1).as_dict()], "cases": first}
     out.write_text(json.dumps({**head, "sources": source_hash(), **earlier}))
-    program = [sys.executable, str(FOLDER / "weights.py"), "--simulated", "--only", "1024 at 4"]
-    done = subprocess.run(
-        [*program, "--out", str(out)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
+    result = called("1024 at 4", out)
     assert set(result["cases"]) == {"plain 1024", "allocator 1024 at 4", "plain forward"}
     streamed = result["cases"]["allocator 1024 at 4"]
     assert streamed["bitwise"] is True
@@ -264,11 +270,6 @@ def test_of_other_sources_what_others_made_stays_while_the_programs_are_the_same
     names = ("ring checkpoint", "plain forward", "allocator 12")
     cases = {name: dataclasses.asdict(Result(name, 50)) for name in names}
     out.write_text(json.dumps({**head, "rows": [Row("older", 1).as_dict()], "cases": cases}))
-    program = [sys.executable, str(FOLDER / "weights.py"), "--simulated", "--only", "plain 1024"]
-    done = subprocess.run(
-        [*program, "--out", str(out)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
+    result = called("plain 1024", out)
     assert set(result["cases"]) == {"plain 1024"} | ({"ring checkpoint"} if same else set())
     assert "older" not in [row["claim"] for row in result["rows"]]

@@ -58,7 +58,9 @@ def test_what_is_trained_goes_straight_as_well() -> None:
     assert {name: digest(t) for name, t in model.state_dict().items() if name in wanted} == wanted
 
 
-def test_each_blocks_copy_but_the_first_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def copies_ahead(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each copy that is made ahead was made of."""
     made, copy = [], _native.HostCopy
 
     def told(*args: Any) -> Any:
@@ -66,28 +68,24 @@ def test_each_blocks_copy_but_the_first_is_made_ahead(monkeypatch: pytest.Monkey
         return copy(*args)
 
     monkeypatch.setattr(_native, "HostCopy", told)
+    return made
+
+
+def test_each_blocks_copy_but_the_first_is_made_ahead(copies_ahead: list[Any]) -> None:
     model = build()
     wanted = {name: digest(p) for name, p in model.layers.named_parameters()}
     stagehand_alloc.offload(model, trained=True)
-    assert len(made) == len(model.layers) - 1
+    assert len(copies_ahead) == len(model.layers) - 1
     assert {name: digest(t) for name, t in model.layers.state_dict().items()} == wanted
 
 
-def test_a_block_that_moves_in_its_own_way_has_no_copy_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, copy = [], _native.HostCopy
-
-    def told(*args: Any) -> Any:
-        made.append(args)
-        return copy(*args)
-
-    monkeypatch.setattr(_native, "HostCopy", told)
+def test_a_block_that_moves_in_its_own_way_has_no_copy_ahead(copies_ahead: list[Any]) -> None:
     model = build()
     own: Any = model.layers[2]
     own.to = functools.partial(nn.Module.to, own)
     stagehand_alloc.offload(model)
-    assert len(made) == len(model.layers) - 3  # of the first, of that one, and of what follows it
+    # None of the first, of that one, and of what follows it.
+    assert len(copies_ahead) == len(model.layers) - 3
     assert trained(model, stagehand_alloc.pool(high=8 * MIB)) == plain()
 
 
