@@ -83,24 +83,36 @@ def advise(simulated: bool, models: Sequence[str]) -> Found:
     of the two costs less is often nearly the same, so how they are shared out is reported only.
     """
     for name in models:
-        bench = _bench(name, simulated)
-        highs = [bench.start + int(share * (bench.peak - bench.start)) for share in SHARES]
-        told, plain_ms = _advised(bench, highs, simulated)
-        measured = [_measured(bench, high, simulated) for high in highs]
-        plain = abs(told["plain_ms"] / plain_ms - 1)
-        rows = [Row(f"advise, {name}: a step with room off by", plain)]
-        for share, said, was in zip(SHARES, told["budgets"], measured, strict=True):
-            of = f"advise, {name}, {share:.0%} of the activation memory"
-            leave = was["moved"] + was["dropped"]
-            step = abs(said["step_ms"] / was["step_ms"] - 1)
-            off = abs(said["moved"] + said["dropped"] - leave) / max(leave, 1)
-            rows += [
-                Row(f"{of}: step time off by", step, at_most=STEP_OFF),
-                Row(f"{of}: bytes that leave off by", off, at_most=BYTES_OFF),
-                Row(f"{of}: of those moved, told", said["moved"] / max(leave, 1)),
-                Row(f"{of}: of those moved, measured", was["moved"] / max(leave, 1)),
-            ]
-        yield rows, {name: {"advised": told, "measured": measured, "plain_ms": plain_ms}}
+        yield _foreseen(name, simulated)  # in a frame of its own: a model is gone before the next
+
+
+def _foreseen(name: str, simulated: bool) -> tuple[list[Row], dict[str, Any]]:
+    bench = _bench(name, simulated)
+    highs = [bench.start + int(share * (bench.peak - bench.start)) for share in SHARES]
+    told, plain_ms = _advised(bench, highs, simulated)
+    measured = [_measured(bench, high, simulated) for high in highs]
+    plain = abs(told["plain_ms"] / plain_ms - 1)
+    rows = [Row(f"advise, {name}: a step with room off by", plain)]
+    for share, said, was in zip(SHARES, told["budgets"], measured, strict=True):
+        of = f"advise, {name}, {share:.0%} of the activation memory"
+        leave = was["moved"] + was["dropped"]
+        step = abs(said["step_ms"] / was["step_ms"] - 1)
+        off = abs(said["moved"] + said["dropped"] - leave) / max(leave, 1)
+        rows += [
+            Row(f"{of}: step time off by", step, at_most=STEP_OFF),
+            Row(f"{of}: bytes that leave off by", off, at_most=BYTES_OFF),
+            Row(f"{of}: of those moved, told", said["moved"] / max(leave, 1)),
+            Row(f"{of}: of those moved, measured", was["moved"] / max(leave, 1)),
+        ]
+    return rows, {
+        name: {
+            "advised": told,
+            "measured": measured,
+            "plain_ms": plain_ms,
+            "start": bench.start,
+            "peak": bench.peak,
+        }
+    }
 
 
 def _advised(bench: Bench, highs: list[int], simulated: bool) -> tuple[dict[str, Any], float]:
