@@ -6,23 +6,27 @@ everything they depend on: torch, the compiler, the flags and the text of every 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shlex
 import signal
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from stagehand_alloc._built import cache as _cache
 from stagehand_alloc._built.compiler import Library, Recipe, recipe
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._settings.host_memory import available_host_bytes
 from stagehand_alloc._tell import slow_once
 
 FORBID = "STAGEHAND_ALLOC_BUILD"  # the environment variable; 0 forbids
 TIMEOUT_S = 300.0
 
+_BYTES_EACH = 2 << 30  # of host memory that a compiler takes for torch's headers, at most
 _LOCK_MARGIN_S = 30.0  # who waits for another's build waits longer than that may take
 _SEAL = b"\nstagehand_alloc sha256 "  # after it the sum of all before: a cut file cannot have one
 _FAILED = "failed: "  # begins the last line of the log of a build that failed
@@ -45,7 +49,21 @@ class _Failures:
             raise CompilerError(*self.by_digest[plan.digest])
 
 
+class _Beside:
+    """Libraries that were asked for in this process, to be built beside each other."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def new(self, libraries: tuple[Library, ...]) -> list[Library]:
+        """Those that were not yet."""
+        found = [library for library in libraries if library.name not in self._names]
+        self._names.update(library.name for library in found)
+        return found
+
+
 _failures = _Failures()
+_beside = _Beside()
 
 
 def load(library: Library) -> tuple[Path, Any]:
@@ -92,6 +110,31 @@ def build(library: Library, *, again: bool = False) -> Path:
             f"No folder can hold the {library.words}: {error}.",
             "Name a folder of yours that can be written to in XDG_CACHE_HOME or TMPDIR.",
         ) from error
+
+
+def beside(*libraries: Library) -> None:
+    """Build those that are not kept yet beside each other, as far as cores and memory go.
+
+    For who is about to load them all: one after the other they take a minute or more. Each is asked
+    for once in a process. What cannot be built is no error here: `load` says why.
+    """
+    new = _beside.new(libraries)
+    missing = [library for library in new if not forbidden() and _is_missing(library)]
+    at_once = min(len(missing), os.cpu_count() or 1, available_host_bytes() // _BYTES_EACH)
+    if at_once < 2:
+        return
+    with ThreadPoolExecutor(at_once, "stagehand_alloc builds") as threads:
+        for building in [threads.submit(build, library) for library in missing]:
+            with contextlib.suppress(CompilerError):
+                building.result()
+
+
+def _is_missing(library: Library) -> bool:
+    """Whether it is still to be built, and can be."""
+    try:
+        return kept(library) is None
+    except CompilerError:
+        return False
 
 
 def kept(library: Library) -> Path | None:

@@ -80,6 +80,11 @@ def outlook() -> str:
     return _build.outlook(LIBRARY)
 
 
+def needed() -> tuple[_recipe.Library, ...]:
+    """What `load` builds: nothing where torch has no CUDA."""
+    return (LIBRARY,) if _torch_cuda() else ()
+
+
 def _load(library: _recipe.Library, cuda: str | None, use: _side.Use) -> tuple[Trigger, str]:
     """What was found, and what the user can do about it; empty where nothing is amiss."""
     if not cuda:

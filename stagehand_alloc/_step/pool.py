@@ -393,6 +393,8 @@ class Pool:
     def _arm(self, entry: Entry, budget: Budget, mode: Mode) -> None:
         device = entry.device.index
         self._mode = mode
+        if self._hooks is None and self._config.build_trigger:
+            self._build_libraries()
         if mode != "allocator":
             _modes.reach_torch(device, self._config)
         self._configure_host_memory()
@@ -404,6 +406,24 @@ class Pool:
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
         self._enter_hooks(entry)
+
+    def _build_libraries(self) -> None:
+        """All that this pool loads, beside each other, where the process has not loaded it yet."""
+        from stagehand_alloc._built import build, tensors, trigger
+        from stagehand_alloc._step import proofs
+
+        build.beside(
+            tensors.LIBRARY,
+            *((proofs.LIBRARY,) if self._recompute() else ()),
+            *(trigger.needed() if self._mode != "allocator" else ()),
+        )
+
+    def _recompute(self) -> bool | str:
+        """What may be made again, by the setting or by the mode."""
+        if self._config.recompute is not None:
+            return self._config.recompute
+        # In a MemPool plans that drop go over high while they are tried.
+        return NODES if self._mode != "mempool" else False
 
     def _begin_step(self, device: Device, mode: Mode) -> None:
         import torch
@@ -459,20 +479,18 @@ class Pool:
 
         from stagehand_alloc._built import tensors as _tensors
         from stagehand_alloc._step import hooks as _hooks
-        from stagehand_alloc._step import proofs as _recompute
+        from stagehand_alloc._step import proofs as _proofs
 
-        recompute = self._config.recompute
-        if recompute is None:  # in a MemPool plans that drop go over high while they are tried
-            recompute = NODES if self._mode != "mempool" else False
+        recompute = self._recompute()
         if self._hooks is None:
             _tensors.load(self._config.build_trigger)
             if recompute:
-                _recompute.load(self._config.build_trigger)
+                _proofs.load(self._config.build_trigger)
             device = entry.device
             self._hooks = _hooks.make_hooks(device.index, self._keep, self._watch, device.proofs)
         if recompute:
             entry.device.proofs.collect()
-        away = self._has_weights or _recompute.sharded()
+        away = self._has_weights or _proofs.sharded()
         self._hooks.begin_step(bool(recompute), bool(recompute) and away)
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stagehand_alloc import _driver
 from stagehand_alloc._books import stats as _stats
+from stagehand_alloc._built import build as _build
 from stagehand_alloc._built import storage as _storage
+from stagehand_alloc._built import tensors as _tensors
+from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._errors import ConfigError, OffloadError
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.config import Config, DeviceLike
@@ -181,6 +184,8 @@ def one_gpu(devices: Iterable[torch.device], asked: DeviceLike) -> DeviceLike:
 
 def start(device: DeviceLike) -> int:
     """The device, with the engine reached the way pools will. Raises OffloadError, ModeError."""
+    by_trigger = () if _install.is_installed() else _trigger.needed()
+    _build.beside(_storage.LIBRARY, _tensors.LIBRARY, *by_trigger)  # a pool wants the others
     _storage.load()
     if _install.is_simulated():
         return 0

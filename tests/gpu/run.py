@@ -48,15 +48,12 @@ print(json.dumps({"device": torch.cuda.get_device_name() if torch.cuda.is_availa
 """
 
 
-# Beside each other, before the tests: the first of those would wait for one after the other.
+# Beside each other, before the tests: the first of those would wait for one after the other. The
+# compiler leaves the GPU alone, so those that want it for themselves run meanwhile.
 LIBRARIES = """
-from concurrent.futures import ThreadPoolExecutor
 from stagehand_alloc._built import build, storage, tensors, trigger
 from stagehand_alloc._step import proofs
-with ThreadPoolExecutor() as threads:
-    libraries = [each.LIBRARY for each in (proofs, trigger, tensors, storage)]
-    for one in [threads.submit(build.build, library) for library in libraries]:
-        one.exception()  # a test says what is wrong with it
+build.beside(*(each.LIBRARY for each in (proofs, trigger, tensors, storage)))
 """
 
 
@@ -208,12 +205,11 @@ def show(outcome: Outcome) -> None:
 
 
 def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome]:
-    alone = [test for test in tests if file_of(test).startswith("test_alone_")]
+    alone = [test for test in reversed(tests) if file_of(test).startswith("test_alone_")]
     on_all = [test for test in tests if file_of(test).startswith("test_devices")]
     others = [test for test in tests if test not in alone and test not in on_all]
     first, last = (0, 1) if gpus > 1 else (None, None)
     outcomes = []
-    subprocess.run([sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment(), check=False)
 
     def show_all(running: Iterable[Future[Outcome]]) -> None:
         for done in concurrent.futures.as_completed(running):
@@ -225,11 +221,21 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
         ThreadPoolExecutor(jobs) as threads,
         ThreadPoolExecutor(1) as one,
     ):
+
+        def start_alone() -> list[Future[Outcome]]:
+            return [one.submit(run_one, test, servers, shared, last) for test in alone]
+
+        with subprocess.Popen([sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment()):
+            if gpus == 1:  # the first of these need no library
+                show_all(start_alone())
         on_all_running = [threads.submit(run_one, test, servers, shared) for test in on_all]
         running = [threads.submit(run_one, test, servers, shared, first) for test in others]
-        show_all(on_all_running if gpus > 1 else [*on_all_running, *running])
-        running += [one.submit(run_one, test, servers, shared, last) for test in alone]
-        show_all(running if gpus > 1 else running[len(others) :])
+        if gpus > 1:
+            show_all(on_all_running)
+            running += start_alone()
+            show_all(running)
+        else:
+            show_all([*on_all_running, *running])
     return outcomes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -83,7 +84,53 @@ def answer(loaded: tuple[Path, Any]) -> int:
     return int(loaded[1].answer())
 
 
+def two_libraries(place: Place, monkeypatch: pytest.MonkeyPatch) -> tuple[Library, Library]:
+    """Each of whose compilers waits until the other one runs."""
+    monkeypatch.setattr(_build, "_beside", _build._Beside())
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    running = place.home / "running"
+    place.compile_with(
+        f'echo >> "{running}"\n'
+        f'until [ "$(wc -l < "{running}")" -ge 2 ]; do sleep 0.01; done\nexec c++ "$@"'
+    )
+    return place.library, dataclasses.replace(place.library, name="other")
+
+
 # ---- built once, and kept ------------------------------------------------------------------------
+
+
+def test_what_a_pool_needs_is_built_beside_each_other_and_kept(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = two_libraries(place, monkeypatch)
+    _build.beside(*both)
+    assert all(_build.kept(library) for library in both)
+    assert place.compilations() == 2
+    _build.beside(*both)
+    for library in both:
+        _build.load(library)
+    assert place.compilations() == 2
+
+
+def test_what_cannot_be_built_beside_others_is_told_by_who_loads_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_build, "_beside", _build._Beside())
+    place.compile_with('case "$*" in *fine*) exec c++ "$@" ;; *) exit 3 ;; esac')
+    _build.beside(place.library, dataclasses.replace(place.library, name="fine"))
+    assert place.compilations() == 2
+    with pytest.raises(stagehand_alloc.CompilerError, match="ended with 3"):
+        _build.load(place.library)
+    assert place.compilations() == 2  # nobody tries again
+
+
+def test_where_building_is_forbidden_nothing_is_built_beside(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = two_libraries(place, monkeypatch)
+    monkeypatch.setenv(_build.FORBID, "0")
+    _build.beside(*both)
+    assert place.compilations() == 0
 
 
 def test_a_library_is_built_once_and_kept(place: Place, caplog: pytest.LogCaptureFixture) -> None:
