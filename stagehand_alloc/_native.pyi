@@ -93,6 +93,7 @@ class HostCopy:
 
     def __init__(self, sources: Sequence[tuple[int, int]], numa_node: int = -1) -> None: ...
 
+@final
 class WeightGroup:
     """Storages that come and go together: open while held, else sealed."""
 

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <unordered_map>
@@ -191,10 +192,8 @@ WeightGroup* WeightGroup::find_slowly(PyObject* tensor) {
 WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
                          const std::vector<std::string>& texts, int numa_node, std::size_t trained,
                          const std::vector<HostBytes>& sources, const Stretch& shared,
-                         HostCopy* ready_or_empty)
+                         HostCopy* ready)
     : device_(device), shared_(std::get<0>(shared) >= 0) {
-  HostCopy* const ready =
-      ready_or_empty != nullptr && !ready_or_empty->empty() ? ready_or_empty : nullptr;
   if (g_side == nullptr || tensors.empty() || tensors.size() != texts.size() ||
       (!sources.empty() && sources.size() != tensors.size()) ||
       (ready != nullptr && (shared_ || sources.empty()))) {
@@ -236,6 +235,10 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
     if (ready != nullptr && ready->bytes() != bytes_) {
       throw std::runtime_error("stagehand_alloc: internal error: a host copy of another size");
     }
+    std::optional<HostCopy> mine;
+    if (!shared_ && !sources.empty() && (ready == nullptr || ready->empty())) {
+      ready = &mine.emplace(sources, numa_node);
+    }
     const driver::Stream stream = current_stream(place_);
     const auto& [file, begin, makes] = shared;
     const bool compares = shared_ && !makes;
@@ -244,17 +247,18 @@ WeightGroup::WeightGroup(int device, const std::vector<nb::object>& tensors,
     {
       const GilReleased unlocked;
       std::byte* const mapped = shared_ ? core::map_shared(file, begin, bytes_, numa_node, true)
-                                : ready != nullptr ? ready->take()
+                                : ready != nullptr ? ready->take()  // null: no memory
                                                    : core::map_host(bytes_, numa_node);
       read_only_ = shared_ ? core::map_shared(file, begin, bytes_, numa_node, false) : nullptr;
       host_ = pinned(engine, mapped, bytes_, [&](std::byte* host) {
+        if (ready != nullptr) {
+          return;
+        }
         for (std::size_t i = 0; i < on_host.size(); ++i) {
           on_host[i].to = host + held_[i].offset;
         }
         if (compares) {  // and writes nothing
           same = core::same_on_host(on_host);
-        } else if (ready != nullptr) {
-          return;
         } else if (!on_host.empty()) {
           core::copy_on_host(on_host);
         } else {

@@ -62,8 +62,7 @@ class WeightGroup {
   // first ones are. `sources`: where they are on the host, one each; then the storages have no
   // memory, only their size (`claim`), and nothing goes over the link. Empty: they are on the
   // device. `shared`: the host copy is there, and stays as it is; it is compared where another
-  // process made it. `ready`: of those sources, which is taken; null or empty: it is
-  // made here.
+  // process made it. `ready`: of those sources, which is taken; null or empty: it is made here.
   WeightGroup(int device, const std::vector<nb::object>& tensors,
               const std::vector<std::string>& texts, int numa_node, std::size_t trained,
               const std::vector<HostBytes>& sources, const Stretch& shared, HostCopy* ready);

@@ -45,45 +45,37 @@ def move(
     """
     places = {module: {name: t.device for name, t in _own(module)} for module in model.modules()}
     made: list[tuple[Group, bool]] = []  # and whether its weights were on the GPU before
-    left = _Left()
-    ahead = _Ahead(node)
-    ending = contextlib.ExitStack()
-    ending.callback(left.close)
-    ending.callback(ahead.close)
     try:
-        for name in list(weights):
-            before = weights.pop(name)
-            block = model.get_submodule(name)
-            place = _Place(index, node, target, name, share)
-            was_there = all(weight.tensor.device == target for weight in before)
-            if not was_there and goes_straight(block, before):
-                ready = ahead.take(before)
-                if weights and share is None:
-                    following = next(iter(weights))
-                    if goes_straight(model.get_submodule(following), weights[following]):
-                        ahead.start(weights[following])
-                group, sources = _straight(block, before, place, places, ready)
-                made.append((group, False))
-                left.give_up(sources)
-                del group, sources
-            else:
-                now = _by_the_gpu(model, name, block, before, target, trained)
-                make = functools.partial(place.group, [weight.tensor for weight in now], now)
-                made.append((Group(index, name, block, now, make, share), was_there))
-                del now, make
-            del before
-            registry.add(index, made[-1][0])
+        # Both are over before anything is undone: that takes host memory.
+        with contextlib.closing(_Left()) as left, contextlib.closing(_Ahead(node)) as ahead:
+            for name in list(weights):
+                before = weights.pop(name)
+                block = model.get_submodule(name)
+                place = _Place(index, node, target, name, share)
+                was_there = all(weight.tensor.device == target for weight in before)
+                if not was_there and goes_straight(block, before):
+                    ready = ahead.take(before)
+                    if weights and share is None:
+                        following = next(iter(weights))
+                        if goes_straight(model.get_submodule(following), weights[following]):
+                            ahead.start(weights[following])
+                    group, sources = _straight(block, before, place, places, ready)
+                    made.append((group, False))
+                    left.give_up(sources)
+                    del group, sources
+                else:
+                    now = _by_the_gpu(model, name, block, before, target, trained)
+                    make = functools.partial(place.group, [weight.tensor for weight in now], now)
+                    made.append((Group(index, name, block, now, make, share), was_there))
+                    del now, make
+                del before
+                registry.add(index, made[-1][0])
         for module in model.modules():  # what is in no block, and so stays, goes too
             if registry.of(module) is None and _elsewhere(module, target):
                 _apply(module, lambda tensor: tensor.to(target))
     except BaseException:
-        try:
-            ahead.close()  # first: what undoes takes host memory
-        finally:
-            _undo(model, made, places)
+        _undo(model, made, places)
         raise
-    finally:
-        ending.close()
     return [group for group, _ in made]
 
 
