@@ -63,8 +63,11 @@ class Measured:
         return [key for key in self.turns if " " in key]
 
     def step_ms(self, case: Case, key: str) -> dict[int, float]:
-        """By round: the median step, or all of them together where each is another."""
-        of = sum if case.varying else statistics.median
+        """By round: the mean step, or all of them together where each is another.
+
+        Not the median: on a GPU that its power limits, longer and shorter steps take turns.
+        """
+        of = sum if case.varying else statistics.fmean
         return {at: of(one["ms"] for one in turn["steps"]) for at, turn in self.turns[key].items()}
 
     def bounds_ms(self, case: Case, budget: str) -> dict[int, float]:
@@ -89,12 +92,12 @@ class Measured:
         if case.varying:
             needs = [self.need(case, budget, int(one["peak"])) for one in steps]
             return sum(_bound_of(case, n, link, one) for n, one in zip(needs, steps, strict=True))
-        median = {
-            key: statistics.median(one.get(key, 0.0) for one in steps)
+        mean = {
+            key: statistics.fmean(one.get(key, 0.0) for one in steps)
             for key in ("ms", "forward_ms", "backward_ms")
         }
         need = self.need(case, budget, self.memory["peak"])
-        return _bound_of(case, need, link, median)
+        return _bound_of(case, need, link, mean)
 
 
 def _bound_of(case: Case, need: int, link: Link, step: dict[str, float]) -> float:

@@ -55,7 +55,7 @@ from workload_rows import rows_of, summary_of, unlike_torch
 from workload_run import CaseRun, Measured, Pace
 
 FULL = Pace(5, 4, 2, 0.6, seconds=0.8, checkpoint_rounds=5, settling=40)
-QUICK = Pace(2, 3, 2, 0.4, seconds=0.4, checkpoint_rounds=1, settling=40)
+QUICK = Pace(3, 4, 2, 0.4, seconds=0.6, checkpoint_rounds=1, settling=40)
 TINY = Pace(1, 2, 1, 0, seconds=0, checkpoint_rounds=0, settling=0)
 AHEAD = 3  # workloads whose processes start before it is their turn: importing torch takes long
 SAME = ("sources", "device", "torch", "driver")  # of results that may be joined

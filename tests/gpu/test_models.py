@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import pathlib
@@ -48,6 +49,12 @@ def case_id(case: tuple[str, float, str]) -> str:
     return f"{mode}-{model}-{share:.0%}"
 
 
+def skip_without(library: str | None) -> None:
+    """The trainer imports it, in a process of its own: that takes seconds, here it need not."""
+    if library is not None and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
 def train(model: str, out: pathlib.Path, *options: str, **variables: str) -> dict[str, Any]:
     command = [sys.executable, str(TRAINER), model, str(out), *options]
     done = subprocess.run(
@@ -85,8 +92,7 @@ def both(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What plain torch finds, and what ours does inside the case's budget."""
     mode, share, model = case
-    if model in NEEDS:
-        pytest.importorskip(NEEDS[model])
+    skip_without(NEEDS.get(model))
     budget = ("--share", str(share), "--mode", mode)
     return plain(model, shared), train(model, folder / "ours.json", *budget, *options)
 
@@ -173,8 +179,7 @@ def test_with_expandable_segments_planned_steps_stay_inside_the_budget(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    if model in NEEDS:
-        pytest.importorskip(NEEDS[model])
+    skip_without(NEEDS.get(model))
     expected = plain(model, shared)
     actual = train(
         model,
@@ -193,7 +198,7 @@ def test_without_the_trigger_library_every_gradient_equals_plain_torch(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    pytest.importorskip("transformers")
+    skip_without("transformers")
     model = "llama_bf16"
     expected = plain(model, shared)
     actual = train(
