@@ -19,8 +19,12 @@ TO = {
     "bound": "the bound",
     "larger": "plain torch or the bound, the larger",
 }
-COUNTERS = ("evicted_bytes", "restored_bytes")
-EVENTS = ("stall_count", "prefetch_lates", "host_waits", "gathers", "map_calls", "misses")
+COUNTERS = ("evicted_bytes", "restored_bytes", "dropped_bytes")
+EVENTS = (
+    *("stall_count", "prefetch_lates", "host_waits", "gathers", "map_calls", "misses"),
+    *("recomputes", "reruns"),
+)
+WAITS = ("stall", "pinning_wait", "copy_wait", "gpu_wait")
 
 
 def rows_of(name: str, case: Case, measured: Measured) -> list[Row]:
@@ -160,7 +164,8 @@ def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
             one[counter.replace("bytes", "gib_per_step")] = round(total / GIB, 3)
         else:
             one[f"{counter}_per_step"] = round(total, 2)
-    one["stall_ms_per_step"] = round(per_step(measured, key, "stall_ns") / 1e6, 2)
+    for wait in WAITS:
+        one[f"{wait}_ms_per_step"] = round(per_step(measured, key, f"{wait}_ns") / 1e6, 2)
     if not case.varying:
         need = measured.need(case, budget, measured.memory["peak"])
         one["need_gib"] = round(need / GIB, 3)
@@ -168,8 +173,11 @@ def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
         one["high_gib"] = round(measured.budgets[budget].high / GIB, 3)
         one["over_high_bytes"] = over_high(measured, key)
     if key in measured.first:
-        one["first_ms"] = round(measured.first[key]["first"]["wall_ms"], 1)
-        one["first_over_high_bytes"] = measured.first[key]["first"]["gained"]["overshoot_bytes"]
+        first = measured.first[key]["first"]
+        one["first_ms"] = round(first["wall_ms"], 1)
+        one["first_over_high_bytes"] = first["gained"]["overshoot_bytes"]
+        for wait in WAITS[1:]:
+            one[f"first_{wait}_ms"] = round(first["gained"].get(f"{wait}_ns", 0) / 1e6, 1)
     one["plan_state"] = list(measured.turns[key].values())[-1]["plan_state"]
     return one
 

@@ -35,7 +35,10 @@ from workload_cases import FREE
 
 PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never ends
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
-COUNTED = (*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies")
+COUNTED = (
+    *(*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies"),
+    *("dropped_bytes", "recomputes", "reruns", "pinning_wait_ns", "copy_wait_ns", "gpu_wait_ns"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
