@@ -22,6 +22,7 @@ constexpr Bytes kSmallSegments = 24_MiB;
 // Less than so many times the request left, of free room and of what can still be evicted: the edge
 // of what a step can be held to.
 constexpr Bytes kEdge = 2;
+constexpr Bytes kTogether = 16_MiB;        // of small blocks that leave at a miss
 constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
 
 }  // namespace
@@ -259,6 +260,34 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
   return d_.room.evict_together(victims_, attempt);
 }
 
+// torch keeps small blocks in segments of their own, of many each: where one leaves that is as
+// large as the request there is a hole for it. Others that leave in any case go with it, since the
+// next request is as likely for one: a miss takes longer than they do.
+bool TorchStore::make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner,
+                                 Attempt& attempt) {
+  VictimIndex& victims = d_.books.victims();
+  Evicted result = Evicted::nobody;
+  do {
+    victims_.clear();
+    Bytes bytes = 0;
+    for (const bool leaves : {true, false}) {
+      std::size_t looked = 0;
+      for (Record* one = victims.in_small_block(request, leaves);
+           one != nullptr && looked < kPolled && bytes < kTogether;
+           one = VictimIndex::next_larger(*one)) {
+        ++looked;
+        const bool wanted = victims_.empty() || (leaves && victims.leaves_free(*one));
+        if (wanted && cache_.owner_of(one->block->address) == owner) {
+          victims_.push_back(one);
+          bytes += one->block->size;
+        }
+      }
+    }
+    result = d_.room.evict_together(victims_, attempt);
+  } while (result != Evicted::yes && d_.room.helped(entry, result, attempt));
+  return result == Evicted::yes;
+}
+
 // Victims side by side, so that torch finds a hole for the request; where no segment can hold it,
 // enough wholly free segments for a new one of its own, which go back to the driver.
 //
@@ -271,6 +300,9 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
+  if (request <= kSmallLimit && make_small_hole(entry, request, owner, attempt)) {
+    return;
+  }
   bool asked = false;  // all owners
   const bool repeats = d_.plan.repeats() != 0;
   bool look = true;

@@ -113,6 +113,7 @@ class TorchStore final : public Store {
   void look_at_cache(const CacheMap::Owner& owner, Bytes request = 0, Bytes growing = 0);
   void now_idle(Address address);
   Bytes free_run(std::size_t stretch, bool with) const;
+  bool make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Attempt& attempt);
   void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   Evicted evict_window(const Window& window, Attempt& attempt);
   Evicted evict_last(bool of_mem_pools, Attempt& attempt);

@@ -69,8 +69,8 @@ void VictimIndex::file(Record& record) {
   if (filed.leaves) {
     leaving_[filed.small].insert(record);
   }
-  if (filed.leaves && !filed.small) {
-    planned_[filed.clean].insert(record);
+  if (filed.leaves || filed.bytes <= kSmallLimit) {
+    by_size(record).insert(record);
   }
   filed.counted = filed.clean && !record.asked;
   clean_bytes_ += filed.counted ? filed.bytes : 0;
@@ -91,7 +91,7 @@ void VictimIndex::unfile(Record& record) {
     leaving_[filed.small].remove(record);
   }
   if (record.size_hook.linked) {
-    planned_[filed.clean].remove(record);
+    by_size(record).remove(record);
   }
   if (record.dirty_hook.linked) {
     dirty_.remove(record);
@@ -181,6 +181,11 @@ Record* VictimIndex::planned(Bytes bytes) {
     }
   }
   return nullptr;
+}
+
+Record* VictimIndex::in_small_block(Bytes bytes, bool leaves) {
+  file();
+  return small_[leaves].first_that([&](const Record& one) { return one.filed.bytes >= bytes; });
 }
 
 Record* VictimIndex::first_dirty() {

@@ -28,6 +28,10 @@ class VictimIndex {
   // The smallest planned victim in a large block that frees `bytes`, the largest where none does;
   // those whose copy is queued already before others. Null without any.
   Record* planned(Bytes bytes);
+  // The smallest record in a small block that frees `bytes`, the oldest of that size, of those that
+  // leave in any case or of the others; and the next larger one. Null without any.
+  Record* in_small_block(Bytes bytes, bool leaves);
+  static Record* next_larger(Record& record) { return BySize::next(record); }
   // Of those not copied out yet, and not asked for by backward: the one that leaves first.
   Record* first_dirty();
   // Of those, under kSmallCopy, the next after `record` in the order of saving.
@@ -72,6 +76,11 @@ class VictimIndex {
   using Leaving = Ordered<Record, &Record::leaves_hook, Older>;
   using BySize = Ordered<Record, &Record::size_hook, Smaller>;
 
+  // Where a record in a small block, or one that leaves in any case, is filed by its size.
+  BySize& by_size(const Record& record) {
+    return record.filed.bytes <= kSmallLimit ? small_[record.filed.leaves]
+                                             : planned_[record.filed.clean];
+  }
   void file();
   void file(Record& record);
   void unfile(Record& record);
@@ -83,7 +92,8 @@ class VictimIndex {
   Record* waiting_ = nullptr;
   ByUse by_use_[2][2];  // in small blocks, in blocks of a MemPool
   Leaving leaving_[2];  // in small blocks: those that leave in any case
-  BySize planned_[2];   // clean
+  BySize planned_[2];   // clean; in large blocks
+  BySize small_[2];     // leaves in any case
   Ordered<Record, &Record::dirty_hook, Later> dirty_;
   Ordered<Record, &Record::small_hook, Older> small_dirty_;
   Bytes clean_bytes_ = 0;

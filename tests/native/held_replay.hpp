@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "native/held_rig.hpp"
@@ -14,7 +15,9 @@ namespace stagehand::core::test {
 class HeldReplay {
  public:
   HeldReplay(const std::string& name, bool expandable, const Machine& machine = trace_machine())
-      : rig_(machine), events_(read_trace(name)) {
+      : HeldReplay(read_trace(name), expandable, machine) {}
+  HeldReplay(std::vector<Event> events, bool expandable, const Machine& machine)
+      : rig_(machine), events_(std::move(events)) {
     CHECK(!events_.empty());
     rig_.torch.expandable = expandable;
   }

@@ -144,6 +144,99 @@ TEST("FSDP2: each stream has the pages it had at most, and a learned native step
   expect_nothing_mapped("fsdp2.txt", {0.92, 0.88, 0.87, 0.85, 0.8, 0.75, 0.6, 0.5}, 4);
 }
 
+// Small blocks ------------------------------------------------------------------------------------
+
+// A host-bound step of low-rank adapters: two tensors of 0.9 MB are saved in each block, and one of
+// 8 KB between them. torch cuts all of them from its segments for small blocks.
+std::vector<Event> adapters(std::uint64_t blocks) {
+  constexpr Bytes kActivation = 256 * 1792 * 2;
+  constexpr Bytes kLowRank = 256 * 16 * 2;
+  std::vector<Event> events;
+  std::uint64_t newest = 0;
+  std::uint64_t records = 0;
+  std::uint64_t aliases = 0;
+  std::uint64_t us = 0;
+  const auto work = [&](std::uint64_t more) {
+    us += more;
+    events.push_back({'t', us / 2, us});
+  };
+  const auto make = [&](Bytes bytes) {
+    events.push_back({'a', ++newest, bytes});
+    return newest;
+  };
+  const auto drop = [&](std::uint64_t block) { events.push_back({'f', block}); };
+  const auto save = [&](std::uint64_t block, Bytes bytes) {
+    events.push_back({'s', ++records, block, 0, bytes});
+    return records;
+  };
+  const auto use = [&](std::uint64_t record) {
+    events.push_back({'u', record, ++aliases});
+    events.push_back({'d', aliases});
+    events.push_back({'h', record});
+  };
+  std::uint64_t x = make(kActivation);
+  for (std::uint64_t i = 0; i < blocks; ++i) {
+    const std::uint64_t frozen = make(kActivation);
+    const std::uint64_t low = make(kLowRank);
+    save(x, kActivation);
+    work(200);
+    const std::uint64_t up = make(kActivation);
+    save(low, kLowRank);
+    drop(low);
+    const std::uint64_t sum = make(kActivation);
+    drop(frozen);
+    drop(up);
+    save(sum, kActivation);
+    drop(sum);
+    const std::uint64_t next = make(kActivation);
+    drop(x);
+    x = next;
+    work(200);
+  }
+  drop(x);
+  std::uint64_t gradient = make(kActivation);
+  for (std::uint64_t record = records; record > 0; --record) {
+    use(record);
+    const std::uint64_t next = make(kActivation);
+    drop(gradient);
+    gradient = next;
+    work(200);
+  }
+  drop(gradient);
+  return events;
+}
+
+// In the first step and in the later ones, which follow what was learned.
+TEST("small blocks: what leaves is what must, and a tenth of the budget at most") {
+  for (const bool expandable : {true, false}) {
+    for (const double share : {0.75, 0.5}) {
+      HeldReplay replay(adapters(240), expandable, trace_machine());
+      Counters before;
+      for (int i = 0; i < 3; ++i) {
+        replay.drop_rest();
+        replay.step(60_GiB, 59_GiB);
+        stagehand_sim_drain();
+        before = replay.rig().counters();
+      }
+      const Bytes peak = before.occupied_peak;
+      const auto high = static_cast<Bytes>(share * static_cast<double>(peak));
+      for (int i = 0; i < 8; ++i) {
+        replay.drop_rest();
+        replay.step(high, high - high / 10);
+        stagehand_sim_drain();
+        const Counters now = replay.rig().counters();
+        CHECK(now.evicted_bytes - before.evicted_bytes >= peak - high);
+        CHECK(now.evicted_bytes - before.evicted_bytes <= peak - high + high / 10 + 16_MiB);
+        CHECK_EQ(now.overshoot_bytes, 0);
+        before = now;
+      }
+      replay.drop_rest();
+      stagehand_sim_drain();
+      replay.rig().verify_empty();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
