@@ -22,7 +22,7 @@ ADVISED = ("gpt", "llama", "vit")
 SHARES = (0.8, 0.65, 0.5)
 STEP_OFF = 0.10  # how far off a forecast may be
 BYTES_OFF = 0.05
-SETTLING = 24  # steps, by which plans were tried out
+SETTLING = 40  # steps, by which plans were tried out
 ROOM_STEPS = 12  # of the run that is advised on: a kind of step must be known, and timed
 
 

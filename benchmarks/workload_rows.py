@@ -40,6 +40,9 @@ def rows_of(name: str, case: Case, measured: Measured) -> list[Row]:
             first, later = (measured.first[key][one]["wall_ms"] for one in ("first", "later"))
             claim = f"{label}: first step / a later one"
             rows.append(Row(claim, first / later, at_most=FIRST_STEP))
+            cold = measured.first[key]["cold"]["wall_ms"]
+            claim = f"{label}: a step without a budget, no memory mapped either, / that later one"
+            rows.append(Row(claim, cold / later))
         rows += mapping_rows(case, measured, key, label)
         if budget != FREE:
             rows.append(Row(f"{label}: bytes over high", over_high(measured, key)))

@@ -44,7 +44,8 @@ class Pace(harness.Pace):
 class Measured:
     """Raw readings by configuration: "plain", "checkpoint", or a mode and a budget, "native 75".
 
-    `turns`: by round. `first`: the first step inside a budget, and a later one of the same data.
+    `turns`: by round. `first`: the first step inside a budget, a later one of the same data, and
+    one without a budget that finds no memory mapped either ("cold").
     """
 
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -250,12 +251,15 @@ class CaseRun:
     def _first(self, key: str) -> None:
         """The first step inside the budget, others that learn, and that step once more."""
         worker, budget = self._worker(key), key.split()[1]
-        worker.ask("single", mode="plain", number=1)  # as before training: pinning has begun
+        worker.ask("empty_cache")
+        # As before training: pinning has begun. And what a step without a budget takes that, like
+        # the first inside one, finds no memory that is mapped.
+        cold = worker.ask("single", mode="plain", number=1)
         first = worker.ask("single", mode=budget, number=0)
         for number in range(1, 1 + WARM_STEPS):
             worker.ask("single", mode=budget, number=number)
         later = worker.ask("single", mode=budget, number=0)
-        self.measured.first[key] = {"first": first, "later": later}
+        self.measured.first[key] = {"first": first, "later": later, "cold": cold}
         if self.pace.settling and budget != FREE:
             worker.ask("turn", mode=budget, number=10, count=1, lead=self.pace.settling)
 

@@ -358,7 +358,7 @@ def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 COMMANDS = (
     *("build", "budgets", "single", "memory", "turn", "calls", "gaps", "digests"),
-    *("link", "trigger", "stats"),
+    *("empty_cache", "link", "trigger", "stats"),
 )
 
 

@@ -25,6 +25,7 @@ from workload_cases import CASES, FREE, OURS, SHARES, Bar, Case  # noqa: E402
 from workload_run import Measured  # noqa: E402
 
 LINK = Link(d2h=50e9, h2d=25e9)
+FIRST_MS = {"first": 117.0, "later": 90.0, "cold": 100.0}
 ALONE = Case("", "gpt", {}, {}, {"75": Bar(1.02)})
 
 
@@ -41,14 +42,14 @@ def turn(*ms: float, **more: float) -> dict[str, Any]:
 
 def measured(mine: float = 90, peak: int = 8 * 10**9) -> Measured:
     """4 GB do not fit: 80 ms out, 160 ms in, of a forward of 30 ms and a backward of 60."""
-    found = Measured(memory={"start": 0, "peak": peak}, links={0: LINK, 1: LINK})
+    found = Measured(memory={"start": 0, "peak": peak}, links=dict.fromkeys(range(3), LINK))
     found.budgets["75"] = Budget(4 * 10**9, 3 * 10**9)
-    found.turns["plain"] = {0: turn(90, 90, 90), 1: turn(90, 90, 900)}
+    found.turns["plain"] = {0: turn(80, 90, 100), 1: turn(90, 90, 900), 2: turn(90, 90, 90)}
     for mode in OURS:
-        found.turns[f"{mode} 75"] = {0: turn(mine, mine, mine), 1: turn(mine, mine, mine)}
+        found.turns[f"{mode} 75"] = {at: turn(mine, mine, mine) for at in range(3)}
         seen = {"calls": 0, "ms": 0.0}
         found.calls[f"{mode} 75"] = {"seen": True, "mapping": seen, "mapping_elsewhere": seen}
-        walls = {"first": {"wall_ms": 117.0}, "later": {"wall_ms": 90.0}}
+        walls = {name: {"wall_ms": ms} for name, ms in FIRST_MS.items()}
         found.first[f"{mode} 75"] = walls
         found.digests[f"{mode} 75"] = {"steps": [[1.0, "a"]]}
     found.digests["plain"] = {"steps": [[1.0, "a"]]}
@@ -64,6 +65,15 @@ def test_at_its_bars_a_workload_misses_none() -> None:
     rows = workload_rows.rows_of("gpt", ALONE, measured(91.8))
     assert [row.claim for row in rows if not row.holds] == []
     assert sum(row.bar != "reported" for row in rows) == 6  # time, first step, calls; both modes
+
+
+def test_a_pause_of_the_host_in_one_round_of_three_changes_no_ratio() -> None:
+    (row,) = (
+        row
+        for row in workload_rows.rows_of("gpt", ALONE, measured(91.8))
+        if row.claim == "gpt, 75 %, process allocator: step time / plain torch"
+    )
+    assert row.value == pytest.approx(1.02)
 
 
 def test_the_bound_is_of_what_does_not_fit() -> None:
