@@ -87,7 +87,7 @@ TEST("equal blocks: as quick as the best of three tuned schedulers where little 
 }
 
 TEST("equal blocks: quicker than each where the link bounds the step") {
-  holds_to(equal_blocks(kShort), 4 * kGB, {{0, 2}, {6, 2}, {6, 1}}, 0.96);
+  holds_to(equal_blocks(kShort), 4 * kGB, {{0, 2}, {6, 2}, {6, 1}}, 0.97);
 }
 
 TEST("equal blocks: slower by some where backward waits for the link all the time") {
