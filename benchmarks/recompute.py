@@ -7,7 +7,8 @@ for all; torch.utils.checkpoint on a quarter, half and all of the blocks, and se
 what products and attention make; at each budget, moving alone and `recompute=model`; and at one
 budget of the GPT, the same with a link of 12 GB/s. Plain steps run before and after each, and every
 ratio is to the median of the two beside it. Nothing is timed before the GPU has worked without a
-pause for a while: its first steps after one are up to 3 % quicker. A variant of ours first runs
+pause for a while: its first steps after one are up to 3 % quicker (so is a first step of ours,
+which is told beside). A variant of ours first runs
 until its plans were tried out; what that took is reported. Gradients are compared with plain
 torch's, bit by bit, in steps with deterministic kernels of their own.
 

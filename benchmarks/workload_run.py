@@ -45,7 +45,7 @@ class Measured:
     """Raw readings by configuration: "plain", "checkpoint", or a mode and a budget, "native 75".
 
     `turns`: by round. `first`: the first step inside a budget, a later one of the same data, and
-    one without a budget that finds no memory mapped either ("cold").
+    one of it without a budget that finds no memory mapped either ("cold").
     """
 
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -254,7 +254,7 @@ class CaseRun:
         worker.ask("empty_cache")
         # As before training: pinning has begun. And what a step without a budget takes that, like
         # the first inside one, finds no memory that is mapped.
-        cold = worker.ask("single", mode="plain", number=1)
+        cold = worker.ask("single", mode="plain", number=0)
         first = worker.ask("single", mode=budget, number=0)
         for number in range(1, 1 + WARM_STEPS):
             worker.ask("single", mode=budget, number=number)

@@ -16,12 +16,7 @@ constexpr int kReach = 64;
 constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
 constexpr unsigned kFarTurn = 8;
 constexpr int kMostSkipped = 16;
-// A reserve of which an eighth was forgotten too soon is kept for twice as many steps, up to so
-// many: a step in which what came ahead has to leave again takes up to a fifth longer.
-constexpr unsigned kMostPatience = 16;
-// Not where the GPU waits for the lanes for more than this part of the step: there an idle moment
-// of a lane costs more than what is copied twice.
-constexpr std::uint64_t kLinkBounds = 4;
+constexpr std::uint64_t kLinkBounds = 4;  // a part of the step that the GPU waits for the lanes
 // Copies that go together: an event and a wait for all of them. More wait where nothing is short.
 constexpr Bytes kBatch = 16_MiB;
 constexpr Bytes kMostInBatch = 32_MiB;
@@ -32,7 +27,7 @@ bool can_come(const Record& record) {
 
 }  // namespace
 
-void Prefetcher::begin_step() { reserve_ = std::min(reserve_, d_.budget.low); }
+void Prefetcher::begin_step() { reserve_.enter(d_.budget.high, d_.budget.low); }
 
 void Prefetcher::awaited(Tick arrived) {
   if (arrived.clock == d_.transfers.in().clock().index()) {
@@ -40,23 +35,11 @@ void Prefetcher::awaited(Tick arrived) {
   }
 }
 
-void Prefetcher::leave_more(Bytes bytes) {
-  reserve_ = std::min(reserve_ + bytes, d_.budget.low);
-  if (std::exchange(forgot_, false)) {
-    patience_ = std::min(2 * patience_, kMostPatience);
-  }
-  kept_ = 0;
-}
+void Prefetcher::leave_more(Bytes bytes) { reserve_.came_early(bytes, d_.budget.low); }
 
-void Prefetcher::forget_some() {
+bool Prefetcher::link_bounds() const {
   const std::shared_ptr<const Trace> newest = d_.plan.newest();
-  const bool link_bounds =
-      newest != nullptr && newest->totals.waited_ns > newest->totals.all_ns / kLinkBounds;
-  if ((++kept_ >= patience_ || link_bounds) && reserve_ > 0) {
-    reserve_ -= reserve_ / 8;
-    forgot_ = true;
-    kept_ = 0;
-  }
+  return newest != nullptr && newest->totals.waited_ns > newest->totals.all_ns / kLinkBounds;
 }
 
 bool Prefetcher::restore(Entry& entry, Record& record, Status* status) {
@@ -217,7 +200,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   Bytes fullest = std::max(d_.without_idle(occupied), there + from_needed);
   const Bytes between = measured ? (d_.budget.high - d_.budget.low) / 2 : 0;
   const Bytes most = d_.budget.low + between;
-  const Bytes room = most - std::min(most, reserve_);
+  const Bytes room = most - std::min(most, reserve_.bytes());
   const int reach = far ? kFarReach : kReach;
   int resident = 0;
   Lane& lane = d_.transfers.in();
@@ -269,8 +252,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
 void Prefetcher::run(Entry& entry, RecordId from_id) {
   if (step_ != d_.books.step()) {
     step_ = d_.books.step();
-    reserve_ = std::min(reserve_, d_.budget.low);
-    forget_some();
+    reserve_.begin_step(link_bounds());
     skip_ = 0;
   }
   if (!d_.budget.armed || d_.counters.evicted == 0) {

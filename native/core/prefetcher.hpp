@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/ledger.hpp"
+#include "core/prefetch_reserve.hpp"
 #include "core/transfers.hpp"
 
 namespace stagehand::core {
@@ -52,7 +53,7 @@ class Prefetcher {
     std::size_t after;
   };
 
-  void forget_some();
+  bool link_bounds() const;
   Record* next_wanted(const Record& record);
   // Whether so much more fits; groups that are needed later than the record leave for it.
   bool room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied);
@@ -68,10 +69,7 @@ class Prefetcher {
 
   Device& d_;
   std::uint32_t step_ = 0;
-  Bytes reserve_ = 0;      // room below `low` to leave; learned, and forgotten by an eighth
-  unsigned patience_ = 1;  // each so many steps: twice as many where that was too soon
-  unsigned kept_ = 0;      // steps since it has changed
-  bool forgot_ = false;    // since something had to leave again
+  PrefetchReserve reserve_;
   unsigned turn_ = 0;
   std::optional<Plan::Place> lacks_;
   Seq newest_ = 0;                 // of what was queued in turn

@@ -261,27 +261,44 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
 }
 
 // torch keeps small blocks in segments of their own, of many each: where one leaves that is as
-// large as the request there is a hole for it. Others that leave in any case go with it, since the
-// next request is as likely for one: a miss takes longer than they do.
+// large as the request there is a hole for it. With it leave others that leave in any case and have
+// been copied out, since the next request is as likely for one: a miss takes longer than they do.
 bool TorchStore::make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner,
                                  Attempt& attempt) {
   VictimIndex& victims = d_.books.victims();
+  const auto copied = [&](const Record& one) {
+    const Tick written = one.copy.written;
+    return one.clean() && d_.clocks.at(written.clock).known_passed(written.seq);
+  };
   Evicted result = Evicted::nobody;
   do {
     victims_.clear();
+    Record* any = nullptr;
     Bytes bytes = 0;
     for (const bool leaves : {true, false}) {
+      // Where few are small, whole pages of large ones are sooner had than small ones by the
+      // hundred.
+      const bool look = leaves || (any == nullptr && victims.mostly_small());
       std::size_t looked = 0;
-      for (Record* one = victims.in_small_block(request, leaves);
+      for (Record* one = look ? victims.in_small_block(request, leaves) : nullptr;
            one != nullptr && looked < kPolled && bytes < kTogether;
            one = VictimIndex::next_larger(*one)) {
         ++looked;
-        const bool wanted = victims_.empty() || (leaves && victims.leaves_free(*one));
-        if (wanted && cache_.owner_of(one->block->address) == owner) {
+        if (cache_.owner_of(one->block->address) != owner) {
+          continue;
+        }
+        any = any == nullptr ? one : any;
+        if (!leaves) {
+          break;
+        }
+        if (victims.drops(*one) ? d_.plan.guides(one->place) : copied(*one)) {
           victims_.push_back(one);
           bytes += one->block->size;
         }
       }
+    }
+    if (victims_.empty() && any != nullptr) {
+      victims_.push_back(any);
     }
     result = d_.room.evict_together(victims_, attempt);
   } while (result != Evicted::yes && d_.room.helped(entry, result, attempt));
@@ -300,9 +317,6 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
-  if (request <= kSmallLimit && make_small_hole(entry, request, owner, attempt)) {
-    return;
-  }
   bool asked = false;  // all owners
   const bool repeats = d_.plan.repeats() != 0;
   bool look = true;
@@ -350,6 +364,9 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         lacked(request, owner);
         start_anew_ |= repeats && (sight_.by_pages || left < kEdge * request);
       }
+      return;
+    }
+    if (request <= kSmallLimit && make_small_hole(entry, request, owner, attempt)) {
       return;
     }
     if (!can_release()) {

@@ -69,9 +69,12 @@ void VictimIndex::file(Record& record) {
   if (filed.leaves) {
     leaving_[filed.small].insert(record);
   }
-  if (filed.leaves || filed.bytes <= kSmallLimit) {
-    by_size(record).insert(record);
+  if (in_small(record)) {
+    small_[filed.leaves].insert(record);
+  } else if (filed.leaves) {
+    planned_[filed.clean].insert(record);
   }
+  (in_small(record) ? small_bytes_ : large_bytes_) += filed.bytes;
   filed.counted = filed.clean && !record.asked;
   clean_bytes_ += filed.counted ? filed.bytes : 0;
   if (record.asked || filed.clean) {
@@ -90,9 +93,12 @@ void VictimIndex::unfile(Record& record) {
   if (filed.leaves) {
     leaving_[filed.small].remove(record);
   }
-  if (record.size_hook.linked) {
-    by_size(record).remove(record);
+  if (in_small(record)) {
+    small_[filed.leaves].remove(record);
+  } else if (filed.leaves) {
+    planned_[filed.clean].remove(record);
   }
+  (in_small(record) ? small_bytes_ : large_bytes_) -= filed.bytes;
   if (record.dirty_hook.linked) {
     dirty_.remove(record);
   }
@@ -183,6 +189,11 @@ Record* VictimIndex::planned(Bytes bytes) {
   return nullptr;
 }
 
+bool VictimIndex::mostly_small() {
+  file();
+  return small_bytes_ > large_bytes_;
+}
+
 Record* VictimIndex::in_small_block(Bytes bytes, bool leaves) {
   file();
   return small_[leaves].first_that([&](const Record& one) { return one.filed.bytes >= bytes; });
@@ -206,6 +217,7 @@ Bytes VictimIndex::clean_bytes() {
 const char* VictimIndex::broken(const Ledger& ledger) {
   file();
   Bytes clean = 0;
+  Bytes all = 0;
   for (const Record* r = ledger.oldest(); r != nullptr; r = r->newer) {
     if (r->filed.at_all != r->evictable()) {
       return "an evictable record is not in the index of victims, or another is";
@@ -218,6 +230,10 @@ const char* VictimIndex::broken(const Ledger& ledger) {
       return "a record is in the index of victims under what it was";
     }
     clean += leaves_free(*r) && !r->asked ? r->block->size : 0;
+    all += r->block->size;
+  }
+  if (all != small_bytes_ + large_bytes_) {
+    return "bytes in small and large blocks differ from the index of victims";
   }
   return clean == clean_bytes_ ? nullptr : "clean bytes differ from the index of victims";
 }

@@ -28,10 +28,12 @@ class VictimIndex {
   // The smallest planned victim in a large block that frees `bytes`, the largest where none does;
   // those whose copy is queued already before others. Null without any.
   Record* planned(Bytes bytes);
-  // The smallest record in a small block that frees `bytes`, the oldest of that size, of those that
-  // leave in any case or of the others; and the next larger one. Null without any.
+  // Whether small blocks are most of what may be evicted, in bytes. The smallest record in one that
+  // frees `bytes`, the one needed last of that size, of those that leave in any case or of the
+  // others; and the next larger one. Null without any.
+  bool mostly_small();
   Record* in_small_block(Bytes bytes, bool leaves);
-  static Record* next_larger(Record& record) { return BySize::next(record); }
+  static Record* next_larger(Record& record) { return SmallBySize::next(record); }
   // Of those not copied out yet, and not asked for by backward: the one that leaves first.
   Record* first_dirty();
   // Of those, under kSmallCopy, the next after `record` in the order of saving.
@@ -69,18 +71,20 @@ class VictimIndex {
       return a.filed.bytes != b.filed.bytes ? a.filed.bytes < b.filed.bytes : a.order < b.order;
     }
   };
+  struct SmallerLaterUse {
+    bool operator()(const Record& a, const Record& b) const {
+      return a.filed.bytes != b.filed.bytes ? a.filed.bytes < b.filed.bytes : LaterUse{}(a, b);
+    }
+  };
   struct Older {
     bool operator()(const Record& a, const Record& b) const { return a.order < b.order; }
   };
   using ByUse = Ordered<Record, &Record::need_hook, LaterUse>;
   using Leaving = Ordered<Record, &Record::leaves_hook, Older>;
   using BySize = Ordered<Record, &Record::size_hook, Smaller>;
+  using SmallBySize = Ordered<Record, &Record::size_hook, SmallerLaterUse>;
 
-  // Where a record in a small block, or one that leaves in any case, is filed by its size.
-  BySize& by_size(const Record& record) {
-    return record.filed.bytes <= kSmallLimit ? small_[record.filed.leaves]
-                                             : planned_[record.filed.clean];
-  }
+  static bool in_small(const Record& record) { return record.filed.bytes <= kSmallLimit; }
   void file();
   void file(Record& record);
   void unfile(Record& record);
@@ -90,10 +94,12 @@ class VictimIndex {
   const Plan& plan_;
   std::uint64_t plan_version_ = 0;  // by which those filed are filed
   Record* waiting_ = nullptr;
-  ByUse by_use_[2][2];  // in small blocks, in blocks of a MemPool
-  Leaving leaving_[2];  // in small blocks: those that leave in any case
-  BySize planned_[2];   // clean; in large blocks
-  BySize small_[2];     // leaves in any case
+  ByUse by_use_[2][2];    // in small blocks, in blocks of a MemPool
+  Leaving leaving_[2];    // in small blocks: those that leave in any case
+  BySize planned_[2];     // clean; in large blocks
+  SmallBySize small_[2];  // leaves in any case
+  Bytes small_bytes_ = 0;
+  Bytes large_bytes_ = 0;
   Ordered<Record, &Record::dirty_hook, Later> dirty_;
   Ordered<Record, &Record::small_hook, Older> small_dirty_;
   Bytes clean_bytes_ = 0;

@@ -49,6 +49,39 @@ class _Failures:
             raise CompilerError(*self.by_digest[plan.digest])
 
 
+class _EndedError(RuntimeError):
+    """The compiler was ended by `_Compilers.end`: that says nothing of the library."""
+
+
+class _Compilers:
+    """Those that run in this process, on whichever thread."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended: set[int] = set()
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Its exit code. Raises TimeoutExpired, and _EndedError where it was ended from here."""
+        self._running.add(process)
+        try:
+            code = process.wait(TIMEOUT_S)
+        finally:
+            self._running.discard(process)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.pid in self._ended:
+            raise _EndedError
+        return code
+
+    def end(self) -> None:
+        """All of them, with what they have started."""
+        for process in list(self._running):
+            self._ended.add(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 class _Beside:
     """Libraries that were asked for in this process, to be built beside each other."""
 
@@ -64,6 +97,7 @@ class _Beside:
 
 _failures = _Failures()
 _beside = _Beside()
+_compilers = _Compilers()
 
 
 def load(library: Library) -> tuple[Path, Any]:
@@ -120,13 +154,26 @@ def beside(*libraries: Library) -> None:
     """
     new = _beside.new(libraries)
     missing = [library for library in new if not forbidden() and _is_missing(library)]
-    at_once = min(len(missing), os.cpu_count() or 1, available_host_bytes() // _BYTES_EACH)
+    at_once = min(len(missing), _cores(), available_host_bytes() // _BYTES_EACH)
     if at_once < 2:
         return
-    with ThreadPoolExecutor(at_once, "stagehand_alloc builds") as threads:
+    threads = ThreadPoolExecutor(at_once, "stagehand_alloc builds")
+    try:
         for building in [threads.submit(build, library) for library in missing]:
-            with contextlib.suppress(CompilerError):
+            with contextlib.suppress(CompilerError, OSError, _EndedError):
                 building.result()
+        threads.shutdown()
+    except RuntimeError:  # no thread is to be had: who loads one builds it
+        threads.shutdown(cancel_futures=True)
+    except BaseException:  # whoever interrupts it does not wait for compilers
+        threads.shutdown(wait=False, cancel_futures=True)
+        _compilers.end()
+        raise
+
+
+def _cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_missing(library: Library) -> bool:
@@ -238,13 +285,9 @@ def _run(command: list[str], log: Path) -> str:
         except OSError as error:
             return f"{command[0]} did not run, {error.strerror}"
         try:
-            code = process.wait(TIMEOUT_S)
+            code = _compilers.wait(process)
         except subprocess.TimeoutExpired:
             return f"{command[0]} was not done after {TIMEOUT_S:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     if code == 0:
         return ""
     said = log.read_text(errors="replace").splitlines()[1:]

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,15 +50,18 @@ def open_user_folder() -> Path:
 class Private:
     """A folder nobody else can have put anything in; this process's own, and gone at its end."""
 
-    made: tuple[int, Path] | None = None  # by which process
+    def __init__(self) -> None:
+        self.made: tuple[int, Path] | None = None  # by which process
+        self._making = threading.Lock()  # libraries are built on several threads
 
     def folder(self) -> Path:
         """It is made where it is not there."""
-        # A forked child makes its own: its parent removes this one.
-        if self.made is None or self.made[0] != os.getpid() or not self.made[1].exists():
-            self.made = os.getpid(), Path(tempfile.mkdtemp(prefix="stagehand_alloc-"))
-            atexit.register(_remove, *self.made)
-        return self.made[1]
+        with self._making:
+            # A forked child makes its own: its parent removes this one.
+            if self.made is None or self.made[0] != os.getpid() or not self.made[1].exists():
+                self.made = os.getpid(), Path(tempfile.mkdtemp(prefix="stagehand_alloc-"))
+                atexit.register(_remove, *self.made)
+            return self.made[1]
 
 
 private = Private()

@@ -6,9 +6,11 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -84,16 +86,25 @@ def answer(loaded: tuple[Path, Any]) -> int:
     return int(loaded[1].answer())
 
 
-def two_libraries(place: Place, monkeypatch: pytest.MonkeyPatch) -> tuple[Library, Library]:
-    """Each of whose compilers waits until the other one runs."""
-    monkeypatch.setattr(_build, "_beside", _build._Beside())
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+def two_libraries(
+    place: Place, monkeypatch: pytest.MonkeyPatch, then: str = 'exec c++ "$@"'
+) -> tuple[Library, Library]:
+    """Each of whose compilers waits until the other one runs, half a minute at most."""
+    allow_two(monkeypatch)
     running = place.home / "running"
     place.compile_with(
-        f'echo >> "{running}"\n'
-        f'until [ "$(wc -l < "{running}")" -ge 2 ]; do sleep 0.01; done\nexec c++ "$@"'
+        f'echo $$ >> "{running}"\n'
+        f'for i in $(seq 3000); do [ "$(wc -l < "{running}")" -ge 2 ] && break; sleep 0.01; done\n'
+        f'[ "$(wc -l < "{running}")" -ge 2 ] || exit 4\n{then}'
     )
     return place.library, dataclasses.replace(place.library, name="other")
+
+
+def allow_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with two cores and some memory, in a new process."""
+    monkeypatch.setattr(_build, "_beside", _build._Beside())
+    monkeypatch.setattr(_build, "_cores", lambda: 2)
+    monkeypatch.setattr(_build, "available_host_bytes", lambda: 8 << 30)
 
 
 # ---- built once, and kept ------------------------------------------------------------------------
@@ -115,13 +126,39 @@ def test_what_a_pool_needs_is_built_beside_each_other_and_kept(
 def test_what_cannot_be_built_beside_others_is_told_by_who_loads_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_build, "_beside", _build._Beside())
+    allow_two(monkeypatch)
     place.compile_with('case "$*" in *fine*) exec c++ "$@" ;; *) exit 3 ;; esac')
     _build.beside(place.library, dataclasses.replace(place.library, name="fine"))
     assert place.compilations() == 2
     with pytest.raises(stagehand_alloc.CompilerError, match="ended with 3"):
         _build.load(place.library)
     assert place.compilations() == 2  # nobody tries again
+
+
+def test_an_interrupt_ends_the_compilers_and_the_next_try_builds(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = two_libraries(place, monkeypatch, then="exec sleep 600")
+    running = place.home / "running"
+
+    def interrupt() -> None:
+        while len(running.read_text().split() if running.exists() else ()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        _build.beside(*both)
+    thread.join()
+    for pid in map(int, running.read_text().split()):
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{pid}").exists():  # until the thread that waits for it has seen it end
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    place.compile_with('exec c++ "$@"')
+    for library in both:
+        _build.load(library)
 
 
 def test_where_building_is_forbidden_nothing_is_built_beside(

@@ -1,0 +1,109 @@
+// How much room prefetch leaves, as steps go by in which something came too early, or nothing.
+#include "core/prefetch_reserve.hpp"
+#include "native/test.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+constexpr Bytes kHigh = 44_GiB;
+constexpr Bytes kLow = 40_GiB;
+
+PrefetchReserve entered() {
+  PrefetchReserve reserve;
+  reserve.enter(kHigh, kLow);
+  return reserve;
+}
+
+TEST("what came early is room to leave, and an eighth of it is forgotten in each step") {
+  PrefetchReserve reserve = entered();
+  reserve.begin_step(false);
+  CHECK_EQ(reserve.bytes(), 0);
+  reserve.came_early(800_MiB, kLow);
+  CHECK_EQ(reserve.bytes(), 800_MiB);
+  reserve.begin_step(false);
+  CHECK_EQ(reserve.bytes(), 700_MiB);
+}
+
+// How many of so many steps brought something that had to leave, where that takes `needed` bytes.
+int early_steps(Bytes needed, bool link_bounds, int steps) {
+  PrefetchReserve reserve = entered();
+  int early = 0;
+  for (int i = 0; i < steps; ++i) {
+    reserve.begin_step(link_bounds);
+    if (reserve.bytes() < needed) {
+      reserve.came_early(100_MiB, kLow);
+      ++early;
+    }
+  }
+  return early;
+}
+
+TEST("room that is needed in every step is given up less and less often") {
+  CHECK(early_steps(600_MiB, false, 400) <= 40);
+  CHECK(early_steps(600_MiB, true, 400) >= 200);  // where the link bounds it, as ever
+}
+
+TEST("what comes early now and then, whatever the room, does not take all of it") {
+  for (const int every : {2, 4, 8, 15}) {
+    PrefetchReserve reserve = entered();
+    Bytes most = 0;
+    for (int i = 0; i < 4000; ++i) {
+      reserve.begin_step(false);
+      if (i % every == 0) {
+        reserve.came_early(256_MiB, kLow);
+      }
+      most = std::max(most, reserve.bytes());
+    }
+    CHECK(most <= kLow / 2);
+  }
+}
+
+TEST("several in one step are one reason") {
+  PrefetchReserve reserve = entered();
+  for (int i = 0; i < 200; ++i) {
+    reserve.begin_step(false);
+    if (reserve.bytes() < 1_GiB) {
+      for (int k = 0; k < 4; ++k) {
+        reserve.came_early(64_MiB, kLow);
+      }
+    }
+  }
+  CHECK(reserve.patience() > 2);
+}
+
+TEST("inside another budget it is forgotten as fast as at first, and is never more than low") {
+  PrefetchReserve reserve = entered();
+  for (int i = 0; i < 100; ++i) {
+    reserve.begin_step(false);
+    if (reserve.bytes() < 10_GiB) {
+      reserve.came_early(1_GiB, kLow);
+    }
+  }
+  CHECK(reserve.patience() > 1);
+  reserve.enter(12_GiB, 8_GiB);
+  CHECK_EQ(reserve.bytes(), 8_GiB);
+  for (int i = 0; i < 20; ++i) {
+    reserve.begin_step(false);
+  }
+  CHECK(reserve.bytes() < 1_GiB);
+}
+
+TEST("after long without any it is forgotten faster again") {
+  PrefetchReserve reserve = entered();
+  for (int i = 0; i < 200; ++i) {
+    reserve.begin_step(false);
+    if (reserve.bytes() < 1_GiB) {
+      reserve.came_early(128_MiB, kLow);
+    }
+  }
+  CHECK(reserve.patience() > 1);
+  for (int i = 0; i < 400; ++i) {
+    reserve.begin_step(false);
+  }
+  CHECK_EQ(reserve.patience(), 1);
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
