@@ -57,8 +57,8 @@ class PrefetchReserve {
  private:
   static constexpr unsigned kMostPatience = 16;
   static constexpr Bytes kMostShare = 2;  // of `low`
-  static constexpr unsigned kQuiet = 3;  // steps: what comes early after more is another reason
-  static constexpr unsigned kLong = 8;   // times as many without any: it is forgotten faster again
+  static constexpr unsigned kQuiet = 3;   // steps: what comes early after more is another reason
+  static constexpr unsigned kLong = 8;    // times as many without any: it is forgotten faster again
 
   Bytes bytes_ = 0;
   Bytes high_ = 0;
