@@ -64,11 +64,15 @@ inline Route& route_of(int device) { return g_routes[static_cast<std::size_t>(de
 
 inline bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
+// A backward that failed never tells its end: the next one on the thread is served once it has
+// asked to tell its own.
 inline bool routed(int device) {
   const Route& route = route_of(device);
+  const auto at = static_cast<std::size_t>(device);
   const std::uint64_t turn = route.turn.load(std::memory_order_relaxed);
+  const int task = torch::autograd::get_current_graph_task_id();
   return route.inside.load(std::memory_order_relaxed) == &t_thread ||
-         (turn != 0 && t_turns[static_cast<std::size_t>(device)] == turn && in_backward());
+         (turn != 0 && t_turns[at] == turn && task != -1 && t_backwards[at] == task + 1);
 }
 
 inline void begin_route(Route& route, int device, const c10::MempoolId_t& pool) {

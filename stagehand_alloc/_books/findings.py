@@ -177,9 +177,18 @@ def _over_high(run: Run) -> Iterator[Finding]:
             Level.PROBLEM,
             f"Memory went over high in {len(settled)} of {len(run.settled())} settled steps, up "
             f"to {size(int(worst))}.",
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or use mode='allocator', which "
-            "holds high to the byte.",
+            _hold(run),
         )
+
+
+def _hold(run: Run) -> str:
+    """What to do where memory goes over high in each step."""
+    if run.steps[-1].get("mode") == "allocator":
+        return "Raise high by that much, or give recompute=model: too little can leave at once."
+    return (
+        "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or use mode='allocator', which "
+        "holds high to the byte."
+    )
 
 
 def _late(run: Run) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ V0_FIELDS = (
     *("pool_hits", "pool_misses", "vram_peak_mb"),
 )
 _TEXTS = ("plan", "plan_state", "mode")
+_WHO = ("rank", "device")
 _LARGEST = 1 << 63
 _HOW = "Give the file that pool(telemetry=...) wrote."
 _SETTLED = 0.5  # the later part of a run, where its plans are made
@@ -155,6 +156,8 @@ def _step_of(row: str) -> Line | None:
 def _fits(name: str, value: object) -> bool:
     if name in _TEXTS:
         return isinstance(value, str) and value.isprintable()
+    if name in _WHO:
+        return isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return name not in V0_FIELDS  # later versions may add what this one does not know
     return _is_number(value)

@@ -88,6 +88,11 @@ def _page(telemetry: Telemetry, options: argparse.Namespace) -> None:
     from stagehand_alloc._pictures import page as _page
 
     path = Path(options.html or Path(options.files[0]).with_suffix(".html"))
+    if any(path.resolve() == Path(one).resolve() for one in options.files):
+        raise TelemetryError(
+            f"The page {path} would take the place of the telemetry it is of.",
+            "Name another file with --html.",
+        )
     if options.html is None:
         try:
             _refuse_others(path, _page.MARK)

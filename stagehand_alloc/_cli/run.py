@@ -39,15 +39,19 @@ def main(arguments: list[str]) -> int:
 
     around = Everywhere(pool)
     sys.argv = [options.script, *options.arguments]
+    ended = False
     try:
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(options.script).resolve().parent)
             runpy.run_path(options.script, run_name="__main__")
+        ended = True
     finally:
         around.remove()
-        print(_told(pool, around.entered), file=sys.stderr)
+        # That nothing was done says nothing of a script that failed, or was asked for its help.
+        if ended or around.entered:
+            print(_told(pool, around.entered), file=sys.stderr)
     return 0
 
 

@@ -2,7 +2,8 @@
 // come from where. A backward is what the test says it is.
 #pragma once
 
-#include <set>
+#include <atomic>
+#include <map>
 #include <thread>
 
 #include "native/held_torch.hpp"
@@ -15,18 +16,19 @@ struct Told {
   bool on = false;
   TorchPool pool{};
   std::thread::id inside;
-  std::set<std::thread::id> joined;
-  int kept = 0;       // pools kept that were not let go
-  int backwards = 0;  // whose end is to be told
+  std::map<std::thread::id, int> joined;  // and for which backward
+  int kept = 0;                           // pools kept that were not let go
+  int backwards = 0;                      // whose end is to be told
   bool in_capture = false;
   bool waits = false;  // at the end
 };
 inline Told g_told;
-inline thread_local bool t_backward = false;
+inline std::atomic<int> g_backwards{0};
+inline thread_local int t_backward = 0;  // the number of this thread's
 
 inline TorchSide routing(TorchSide side = {}) {
   side.route = [](int, const std::uint64_t pool[2], bool backward) {
-    if (g_told.in_capture || (backward && !t_backward)) {
+    if (g_told.in_capture || (backward && t_backward == 0)) {
       return false;
     }
     const TorchPool wanted{pool[0], pool[1]};
@@ -34,7 +36,7 @@ inline TorchSide routing(TorchSide side = {}) {
     g_told.on = true;
     g_told.pool = wanted;
     if (backward) {
-      g_told.joined.insert(std::this_thread::get_id());
+      g_told.joined[std::this_thread::get_id()] = t_backward;
       ++g_told.backwards;
     } else {
       g_told.inside = std::this_thread::get_id();
@@ -59,9 +61,12 @@ inline TorchSide routing(TorchSide side = {}) {
   };
   side.routed = [](int) {
     const std::thread::id here = std::this_thread::get_id();
-    return g_told.on && (g_told.inside == here || (t_backward && g_told.joined.contains(here)));
+    const auto joined = g_told.joined.find(here);
+    return g_told.on &&
+           (g_told.inside == here ||
+            (t_backward != 0 && joined != g_told.joined.end() && joined->second == t_backward));
   };
-  side.in_backward = [] { return t_backward; };
+  side.in_backward = [] { return t_backward != 0; };
   side.watch_backwards = [] {};
   return side;
 }
@@ -81,10 +86,13 @@ inline const TorchSide& routed() {
 }
 
 struct Backward {
-  Backward() { t_backward = true; }
-  ~Backward() { t_backward = false; }
+  Backward() : before_(t_backward) { t_backward = ++g_backwards; }
+  ~Backward() { t_backward = before_; }
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
+
+ private:
+  const int before_;
 };
 
 }  // namespace stagehand::core::test

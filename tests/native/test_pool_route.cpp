@@ -123,6 +123,29 @@ TEST("a backward that failed is over once its last record is gone") {
   CHECK_EQ(g_told.kept, 0);
 }
 
+// Autograd's thread may hold the last of them, in that backward still: nobody settles it there.
+TEST("a backward that failed is over with the next one on its thread, which asks for its own end") {
+  PoolRoute route(side(), 0);
+  enter_and_leave(route);
+  elsewhere([&] {
+    {
+      const Backward failed;
+      next_node(route);
+      route.set_needed(false);
+      handle_ends(route);
+    }
+    CHECK(g_told.on);
+    enter_and_leave(route);
+    const Backward backward;
+    next_node(route);
+    CHECK_EQ(g_told.backwards, 2);
+    route.set_needed(false);
+    route.backward_ended();
+  });
+  CHECK(!g_told.on && !route.on());
+  CHECK_EQ(g_told.kept, 0);
+}
+
 TEST("inside a pool the end of a backward ends nothing, and leaving ends all") {
   PoolRoute route(side(), 0);
   route.set_needed(true);

@@ -53,6 +53,12 @@ def test_over_high_in_the_first_steps_only_is_a_hint() -> None:
     assert [(one.kind, one.level) for one in found] == [("over_high_at_first", Level.HINT)]
 
 
+def test_over_high_in_mode_allocator_names_no_other_mode() -> None:
+    found = findings.find(run(overshoot_bytes=MIB, mapped_peak=21 * GIB, mode="allocator"))
+    (one,) = (one for one in found if one.kind == "over_high")
+    assert "mode=" not in one.todo
+
+
 def test_over_high_for_good() -> None:
     assert "over_high" in kinds(run(overshoot_bytes=MIB, mapped_peak=21 * GIB))
 

@@ -107,6 +107,17 @@ def test_a_page_of_somebody_else_s_is_left_alone(
     assert main(["report", str(path), "--no-html"]) == 0
 
 
+def test_the_page_takes_no_telemetry_s_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "steps.jsonl", training())
+    before = path.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(path), "--html", "steps.jsonl"]) == 2
+    assert "would take the place of the telemetry" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_json_has_the_findings_of_each_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

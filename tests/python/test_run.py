@@ -73,10 +73,18 @@ def test_a_script_trains_as_without_it_and_its_budget_is_held(
 
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "empty.py"
-    path.write_text("raise SystemExit(3)")
+    path.write_text("print('done')")
+    done = run("-m", "stagehand_alloc", "run", str(path))
+    assert done.returncode == 0
+    assert "no module's forward ran" in done.stderr
+
+
+def test_a_script_that_fails_before_it_trains_has_the_last_word(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text("import sys; print('mine', file=sys.stderr); raise SystemExit(3)")
     done = run("-m", "stagehand_alloc", "run", str(path))
     assert done.returncode == 3
-    assert "no module's forward ran" in done.stderr
+    assert done.stderr.strip().endswith("mine")
 
 
 def test_a_module_is_run_by_its_name() -> None:

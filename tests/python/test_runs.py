@@ -48,6 +48,8 @@ def test_several_files_are_told_apart_by_name_where_ranks_are_not(tmp_path: Path
         json.dumps({**line(2), "wall_time_ms": -1}),
         json.dumps({**line(2), "plan_state": "\x1b[2J"}),
         '{"step": 2, "a": NaN}',
+        json.dumps({**line(2), "rank": "x"}),
+        json.dumps({**line(2), "device": None}),
     ],
 )
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path, broken: str) -> None:
