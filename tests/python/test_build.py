@@ -6,13 +6,12 @@ import dataclasses
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +140,22 @@ def test_an_interrupt_ends_the_compilers_and_the_next_try_builds(
     both = two_libraries(place, monkeypatch, then="exec sleep 600")
     running = place.home / "running"
 
-    def interrupt() -> None:
-        while len(running.read_text().split() if running.exists() else ()) < 2:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+    class Interrupted(ThreadPoolExecutor):
+        """Whoever waits for a library is interrupted once both compilers run."""
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+            def result() -> None:
+                while len(running.read_text().split() if running.exists() else ()) < 2:
+                    time.sleep(0.01)
+                raise KeyboardInterrupt
+
+            future: Any = super().submit(fn, *args, **kwargs)
+            future.result = result
+            return future
+
+    monkeypatch.setattr(_build, "ThreadPoolExecutor", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         _build.beside(*both)
-    thread.join()
     for pid in map(int, running.read_text().split()):
         deadline = time.monotonic() + 30
         while Path(f"/proc/{pid}").exists():  # until the thread that waits for it has seen it end
