@@ -8,9 +8,9 @@ what products and attention make; at each budget, moving alone and `recompute=mo
 budget of the GPT, the same with a link of 12 GB/s. Plain steps run before and after each, and every
 ratio is to the median of the two beside it. Nothing is timed before the GPU has worked without a
 pause for a while: its first steps after one are up to 3 % quicker (so is a first step of ours,
-which is told beside). A variant of ours first runs
-until its plans were tried out; what that took is reported. Gradients are compared with plain
-torch's, bit by bit, in steps with deterministic kernels of their own.
+which is told beside). A variant of ours first runs until its plans were tried out; what that took
+is reported. Gradients are compared with plain torch's, bit by bit, in steps with deterministic
+kernels of their own.
 
 Peaks are of what was occupied, by our own books, checkpointing too. Writes
 benchmarks/results/recompute.json; with --quick, without the variants that only move.

@@ -260,46 +260,53 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
   return d_.room.evict_together(victims_, attempt);
 }
 
-// torch keeps small blocks in segments of their own, of many each: where one leaves that is as
-// large as the request there is a hole for it. With it leave others that leave in any case and have
-// been copied out, since the next request is as likely for one: a miss takes longer than they do.
-bool TorchStore::make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner,
-                                 Attempt& attempt) {
+// The small victims of a request: those that leave in any case and have been copied out, else one.
+void TorchStore::choose_small(Bytes request, const CacheMap::Owner& owner) {
   VictimIndex& victims = d_.books.victims();
-  const auto copied = [&](const Record& one) {
-    const Tick written = one.copy.written;
-    return one.clean() && d_.clocks.at(written.clock).known_passed(written.seq);
-  };
-  Evicted result = Evicted::nobody;
-  do {
-    victims_.clear();
-    Record* any = nullptr;
-    Bytes bytes = 0;
-    for (const bool leaves : {true, false}) {
-      // Where few are small, whole pages of large ones are sooner had than small ones by the
-      // hundred.
-      const bool look = leaves || (any == nullptr && victims.mostly_small());
-      std::size_t looked = 0;
-      for (Record* one = look ? victims.in_small_block(request, leaves) : nullptr;
-           one != nullptr && looked < kPolled && bytes < kTogether;
-           one = VictimIndex::next_larger(*one)) {
-        ++looked;
-        if (cache_.owner_of(one->block->address) != owner) {
-          continue;
-        }
-        any = any == nullptr ? one : any;
-        if (!leaves) {
-          break;
-        }
-        if (victims.drops(*one) ? d_.plan.guides(one->place) : copied(*one)) {
-          victims_.push_back(one);
-          bytes += one->block->size;
-        }
+  // Until `take` says that it is enough.
+  const auto look = [&](bool leaves, auto take) {
+    std::size_t looked = 0;
+    for (Record* one = victims.in_small_block(request, leaves); one != nullptr && looked < kPolled;
+         one = VictimIndex::next_larger(*one), ++looked) {
+      if (cache_.owner_of(one->block->address) == owner && take(*one)) {
+        return;
       }
     }
-    if (victims_.empty() && any != nullptr) {
-      victims_.push_back(any);
+  };
+  const auto goes_at_once = [&](const Record& one) {
+    const Tick written = one.copy.written;
+    return victims.drops(one)
+               ? d_.plan.guides(one.place)
+               : one.clean() && d_.clocks.at(written.clock).known_passed(written.seq);
+  };
+  victims_.clear();
+  Record* any = nullptr;
+  Bytes bytes = 0;
+  look(true, [&](Record& one) {
+    any = any == nullptr ? &one : any;
+    if (goes_at_once(one)) {
+      victims_.push_back(&one);
+      bytes += one.block->size;
     }
+    return bytes >= kTogether;
+  });
+  // Where few are small, whole pages of large ones are sooner had than small ones by the hundred.
+  if (any == nullptr && victims.mostly_small()) {
+    look(false, [&](Record& one) { return (any = &one) != nullptr; });
+  }
+  if (victims_.empty() && any != nullptr) {
+    victims_.push_back(any);
+  }
+}
+
+// torch keeps small blocks in segments of their own, of many each: where one leaves that is as
+// large as the request there is a hole for it. Others go with it, since the next request is as
+// likely for one: a miss takes longer than they do.
+bool TorchStore::make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner,
+                                 Attempt& attempt) {
+  Evicted result = Evicted::nobody;
+  do {
+    choose_small(request, owner);
     result = d_.room.evict_together(victims_, attempt);
   } while (result != Evicted::yes && d_.room.helped(entry, result, attempt));
   return result == Evicted::yes;

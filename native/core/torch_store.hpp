@@ -113,6 +113,7 @@ class TorchStore final : public Store {
   void look_at_cache(const CacheMap::Owner& owner, Bytes request = 0, Bytes growing = 0);
   void now_idle(Address address);
   Bytes free_run(std::size_t stretch, bool with) const;
+  void choose_small(Bytes request, const CacheMap::Owner& owner);
   bool make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Attempt& attempt);
   void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
   Evicted evict_window(const Window& window, Attempt& attempt);
@@ -150,7 +151,7 @@ class TorchStore final : public Store {
   HeldStorage aside_;      // in the place of the hole; null for none
   HolesAhead::Hole hole_;  // that one, or the last
   std::uint32_t hole_step_ = 0;
-  std::vector<Record*> victims_;    // scratch of evict_window
+  std::vector<Record*> victims_;    // scratch of evict_window and choose_small
   std::vector<Address> departing_;  // scratch of look_at_cache
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh

@@ -42,6 +42,14 @@ class HeldReplay {
     replay(events_, stream_, [this](const Event& event) { play(event); });
   }
 
+  // All of it, from gradients dropped until the GPU is done; what was counted by then.
+  Counters whole_step(Bytes high, Bytes low) {
+    drop_rest();
+    step(high, low);
+    stagehand_sim_drain();
+    return rig_.counters();
+  }
+
  private:
   Storage* make(Bytes bytes, driver::Stream stream) {
     Storage* storage = rig_.torch.make(bytes, stream);

@@ -100,10 +100,7 @@ void expect_nothing_mapped(const std::string& trace, const std::vector<double>& 
     }
     Counters counters;
     for (int i = 0; i < 3; ++i) {
-      replay.drop_rest();
-      replay.step(60_GiB, 59_GiB);
-      stagehand_sim_drain();
-      counters = replay.rig().counters();
+      counters = replay.whole_step(60_GiB, 59_GiB);
     }
     const auto activations = static_cast<double>(counters.occupied_peak - kOthers);
     const Bytes high = kOthers + static_cast<Bytes>(share * activations);
@@ -111,10 +108,7 @@ void expect_nothing_mapped(const std::string& trace, const std::vector<double>& 
     Bytes over = 0;
     for (int i = 0; i < kSteps; ++i) {
       const std::uint64_t calls = mapping_calls();
-      replay.drop_rest();
-      replay.step(high, low);
-      stagehand_sim_drain();
-      counters = replay.rig().counters();
+      counters = replay.whole_step(high, low);
       CHECK(i == 0 || counters.overshoot_bytes == over);
       over = counters.overshoot_bytes;
       CHECK(i < learning || mapping_calls() == calls);
@@ -213,18 +207,12 @@ TEST("small blocks: what leaves is what must, and a tenth of the budget at most"
       HeldReplay replay(adapters(240), expandable, trace_machine());
       Counters before;
       for (int i = 0; i < 3; ++i) {
-        replay.drop_rest();
-        replay.step(60_GiB, 59_GiB);
-        stagehand_sim_drain();
-        before = replay.rig().counters();
+        before = replay.whole_step(60_GiB, 59_GiB);
       }
       const Bytes peak = before.occupied_peak;
       const auto high = static_cast<Bytes>(share * static_cast<double>(peak));
       for (int i = 0; i < 8; ++i) {
-        replay.drop_rest();
-        replay.step(high, high - high / 10);
-        stagehand_sim_drain();
-        const Counters now = replay.rig().counters();
+        const Counters now = replay.whole_step(high, high - high / 10);
         CHECK(now.evicted_bytes - before.evicted_bytes >= peak - high);
         CHECK(now.evicted_bytes - before.evicted_bytes <= peak - high + high / 10 + 16_MiB);
         CHECK_EQ(now.overshoot_bytes, 0);

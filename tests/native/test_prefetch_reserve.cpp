@@ -24,14 +24,14 @@ TEST("what came early is room to leave, and an eighth of it is forgotten in each
   CHECK_EQ(reserve.bytes(), 700_MiB);
 }
 
-// How many of so many steps brought something that had to leave, where that takes `needed` bytes.
-int early_steps(Bytes needed, bool link_bounds, int steps) {
-  PrefetchReserve reserve = entered();
+// Steps of which each needs so much room, or else so many bytes come early; how many that was.
+int learn(PrefetchReserve& reserve, int steps, Bytes needed, Bytes bytes,
+          bool link_bounds = false) {
   int early = 0;
   for (int i = 0; i < steps; ++i) {
     reserve.begin_step(link_bounds);
     if (reserve.bytes() < needed) {
-      reserve.came_early(100_MiB, kLow);
+      reserve.came_early(bytes, kLow);
       ++early;
     }
   }
@@ -39,8 +39,10 @@ int early_steps(Bytes needed, bool link_bounds, int steps) {
 }
 
 TEST("room that is needed in every step is given up less and less often") {
-  CHECK(early_steps(600_MiB, false, 400) <= 40);
-  CHECK(early_steps(600_MiB, true, 400) >= 200);  // where the link bounds it, as ever
+  PrefetchReserve reserve = entered();
+  CHECK(learn(reserve, 400, 600_MiB, 100_MiB) <= 40);
+  reserve = entered();  // where the link bounds it, as ever
+  CHECK(learn(reserve, 400, 600_MiB, 100_MiB, true) >= 200);
 }
 
 TEST("what comes early now and then, whatever the room, does not take all of it") {
@@ -73,12 +75,7 @@ TEST("several in one step are one reason") {
 
 TEST("inside another budget it is forgotten as fast as at first, and is never more than low") {
   PrefetchReserve reserve = entered();
-  for (int i = 0; i < 100; ++i) {
-    reserve.begin_step(false);
-    if (reserve.bytes() < 10_GiB) {
-      reserve.came_early(1_GiB, kLow);
-    }
-  }
+  learn(reserve, 100, 10_GiB, 1_GiB);
   CHECK(reserve.patience() > 1);
   reserve.enter(12_GiB, 8_GiB);
   CHECK_EQ(reserve.bytes(), 8_GiB);
@@ -90,12 +87,7 @@ TEST("inside another budget it is forgotten as fast as at first, and is never mo
 
 TEST("after long without any it is forgotten faster again") {
   PrefetchReserve reserve = entered();
-  for (int i = 0; i < 200; ++i) {
-    reserve.begin_step(false);
-    if (reserve.bytes() < 1_GiB) {
-      reserve.came_early(128_MiB, kLow);
-    }
-  }
+  learn(reserve, 200, 1_GiB, 128_MiB);
   CHECK(reserve.patience() > 1);
   for (int i = 0; i < 400; ++i) {
     reserve.begin_step(false);
