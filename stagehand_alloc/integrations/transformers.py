@@ -6,6 +6,7 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[StagehandCallback(
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import ConfigError
@@ -20,6 +21,8 @@ except ImportError as error:
     raise missing("transformers", "transformers accelerate") from error
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import nn
 
 
@@ -31,9 +34,8 @@ class StagehandCallback(TrainerCallback):  # type: ignore[misc]
     until the next training, or `remove`.
 
     Each log gains some of `Pool.step_stats`, such as ``stagehand/spill_bytes``, of the newest step;
-    telemetry has all of every step. The Trainer puts what reports to services, such as TensorBoard,
-    before the callbacks it is given; for them to see these numbers, move this callback to the front
-    of ``trainer.callback_handler.callbacks``.
+    telemetry has all of every step. As training begins, this callback moves to the front of the
+    Trainer's, so that what reports to services, such as TensorBoard, sees these numbers.
     """
 
     def __init__(self, high: Size | None = None, low: Size | None = None, **arguments: Any) -> None:
@@ -62,6 +64,7 @@ class StagehandCallback(TrainerCallback):  # type: ignore[misc]
         """
         self.remove()  # from a training that raised, which calls no on_train_end
         _check(args)
+        _move_to_front(self)
         assert model is not None  # the Trainer gives its own, which no wrapper is around
         self._attached = self._training.begin().attach(model)
 
@@ -80,6 +83,21 @@ class StagehandCallback(TrainerCallback):  # type: ignore[misc]
             logs.update(numbers)
         if state.log_history:  # a copy of `logs`, made just before
             state.log_history[-1].update(numbers)
+
+
+def _move_to_front(callback: TrainerCallback) -> None:
+    """The Trainer asks its reporters first, which were added first: they would miss our numbers.
+
+    A callback is given no way to its list: it is looked for in the handler that calls.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
+        if isinstance(callbacks, list) and any(one is callback for one in callbacks):
+            # In place: the handler goes through this list now, and those after us stay after us.
+            callbacks.sort(key=lambda one: one is not callback)
+            return
+        frame = frame.f_back
 
 
 def _check(args: Any) -> None:

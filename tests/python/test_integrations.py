@@ -98,6 +98,48 @@ def test_each_log_says_what_the_newest_step_moved_in_the_trainer_s_own_loggers(
         assert kept.items() >= told.items()
 
 
+class Reporter(TrainerCallback):
+    """What the Trainer adds before the callbacks it is given, as it does TensorBoard's."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.logs: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun += 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+class Later(Reporter):
+    """Another: the Trainer wants each class once."""
+
+
+def test_what_reports_to_services_sees_the_numbers_though_it_was_added_first(
+    tmp_path: Path,
+) -> None:
+    before, after = Reporter(), Later()
+    callback = for_transformers.StagehandCallback(high="64MiB")
+    trainer = Trainer(
+        gpt2(), arguments(tmp_path), train_dataset=rows(), callbacks=[before, callback, after]
+    )
+    trainer.train()
+    assert [before.begun, after.begun] == [1, 1]  # nobody was passed over, or asked twice
+    for reporter in (before, after):
+        assert all("stagehand/spill_bytes" in log for log in reporter.logs[:STEPS])
+    order = trainer.callback_handler.callbacks
+    assert order[0] is callback
+    assert order.count(callback) == 1
+    assert order.index(before) < order.index(after)
+
+
+def test_the_callback_works_where_no_handler_of_that_shape_calls_it(tmp_path: Path) -> None:
+    callback = for_transformers.StagehandCallback(high="64MiB")
+    callback.on_train_begin(arguments(tmp_path), None, None, model=gpt2())
+    callback.on_train_end(None, None, None)
+
+
 class Raises(TrainerCallback):
     """Has the model's forward raise once, in the second step."""
 
