@@ -1,6 +1,8 @@
-"""Telemetry files as runs: of each file, rank and device the steps of its last run.
+"""Telemetry files as runs: of each file, rank and device the steps of the run that began last.
 
-A line that is broken or cut off is left out and counted. A file without one step is another file.
+A run is of one process, and its steps have rising numbers: the first line of one may be broken, and
+two processes may write at once. A line that is broken or cut off is left out and counted. A file
+without one step is another file.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ V0_FIELDS = (
     *("pool_hits", "pool_misses", "vram_peak_mb"),
 )
 _TEXTS = ("plan", "plan_state", "mode")
-_WHO = ("rank", "device")
+_WHO = ("rank", "device", "pid")
 _LARGEST = 1 << 63
 _HOW = "Give the file that pool(telemetry=...) wrote."
 _SETTLED = 0.5  # the later part of a run, where its plans are made
@@ -43,6 +46,18 @@ class Skipped:
         lines = "1 line is" if self.lines == 1 else f"{self.lines} lines are"
         at = "" if self.lines == 1 else ", the first one"
         return f"{self.file}: {lines} broken and left out{at} at line {self.first}."
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """Runs of one file that are not shown."""
+
+    file: str
+    runs: int
+    """That it holds of one rank and device, the one that is shown included."""
+
+    def __str__(self) -> str:
+        return f"{self.file} holds {self.runs} runs of a device; the one that began last is shown."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,49 +112,67 @@ class Telemetry:
 
     runs: tuple[Run, ...]
     skipped: tuple[Skipped, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def notes(self) -> list[str]:
+        """What of the files is not in the runs, a sentence each."""
+        return [*map(str, self.left_out), *map(str, self.skipped)]
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A run as far as it was read."""
+
+    steps: list[Line] = dataclasses.field(default_factory=list)
+    shape: StepShape | None = None
 
 
 def read(paths: Iterable[str | Path]) -> Telemetry:
     """The last run of each rank and device of each file. Raises TelemetryError."""
     runs: list[Run] = []
     skipped: list[Skipped] = []
+    left_out: list[LeftOut] = []
     for path in paths:
-        found, broken = _read_file(Path(path))
+        found, broken, others = _read_file(Path(path))
         runs += found
         skipped += broken
-    return Telemetry(tuple(runs), tuple(skipped))
+        left_out += others
+    return Telemetry(tuple(runs), tuple(skipped), tuple(left_out))
 
 
-def _read_file(path: Path) -> tuple[list[Run], list[Skipped]]:
+def _read_file(path: Path) -> tuple[list[Run], list[Skipped], list[LeftOut]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise TelemetryError(
             f"The telemetry file {path} cannot be read: {error.strerror}.", _HOW
         ) from error
-    steps: dict[tuple[int, int], list[Line]] = {}
-    shapes: dict[tuple[int, int], StepShape] = {}
+    newest: dict[tuple[int, int, int], _Reading] = {}  # of each process
+    shown: dict[tuple[int, int], _Reading] = {}
+    seen: Counter[tuple[int, int]] = Counter()
     broken: list[int] = []
     for number, row in enumerate(text.splitlines(), 1):
         line = _step_of(row)
         if line is None:
             broken.append(number)
             continue
-        source = (int(line.get("rank", 0)), int(line.get("device", 0)))
-        if line["step"] == 1:  # a new run, into the same file
-            steps.pop(source, None)
-            shapes.pop(source, None)
-        if (shape := _shape.from_json(line.pop("shape", None))) is not None:
-            shapes[source] = shape
-        steps.setdefault(source, []).append(line)
-    if not steps:
+        source = (line.get("rank", 0), line.get("device", 0))
+        process = (*source, line.get("pid", 0))
+        run = newest.get(process)
+        if run is None or line["step"] <= run.steps[-1]["step"]:
+            run = newest[process] = shown[source] = _Reading()
+            seen[source] += 1
+        run.shape = _shape.from_json(line.pop("shape", None)) or run.shape
+        run.steps.append(line)
+    if not shown:
         what = "is empty" if not text.strip() else f"has no step in its {len(broken)} lines"
         raise TelemetryError(f"The telemetry file {path} {what}.", _HOW)
-    runs = [
-        Run(path.name, *source, tuple(lines), shapes.get(source))
-        for source, lines in sorted(steps.items())
-    ]
-    return runs, [Skipped(path.name, len(broken), broken[0])] if broken else []
+    most = max(seen.values())
+    return (
+        [Run(path.name, *source, tuple(r.steps), r.shape) for source, r in sorted(shown.items())],
+        [Skipped(path.name, len(broken), broken[0])] if broken else [],
+        [LeftOut(path.name, most)] if most > 1 else [],
+    )
 
 
 def _step_of(row: str) -> Line | None:

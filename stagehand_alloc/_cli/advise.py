@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps([_json(run, advice) for _, run, advice in told], indent=1))
     else:
         parts = [f"{name}\n{_advice.text(one)}".lstrip() for name, _, one in told]
-        print("\n\n".join([*parts, *map(str, telemetry.skipped)]))
+        print("\n\n".join([*parts, *telemetry.notes()]))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -47,7 +47,7 @@ def text(telemetry: Telemetry) -> str:
         told = [f"{found.what}\n  -> {found.todo}" for found in _findings.find(run)]
         parts.append("\n".join([*([name] if name else []), table(run), "", *told]))
     across = [f"{found.what}\n  -> {found.todo}" for found in _findings.across(telemetry.runs)]
-    return "\n\n".join([*parts, *across, *map(str, telemetry.skipped)])
+    return "\n\n".join([*parts, *across, *telemetry.notes()])
 
 
 def as_json(telemetry: Telemetry) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def as_json(telemetry: Telemetry) -> dict[str, Any]:
         "runs": [_run_json(run) for run in telemetry.runs],
         "findings": [_finding_json(one) for one in _findings.across(telemetry.runs)],
         "skipped": [dataclasses.asdict(one) for one in telemetry.skipped],
+        "left_out": [dataclasses.asdict(one) for one in telemetry.left_out],
     }
 
 

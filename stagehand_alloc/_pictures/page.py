@@ -88,7 +88,7 @@ def write(telemetry: Telemetry) -> str:
     named = _runs.by_name(telemetry.runs)
     files = sorted({run.file for run in telemetry.runs})
     parts = [f"<h1>Memory report</h1>\n<p class='faint'>{escaped(', '.join(files))}</p>"]
-    parts += [f"<p>{escaped(str(skipped))}</p>" for skipped in telemetry.skipped]
+    parts += [f"<p>{escaped(note)}</p>" for note in telemetry.notes()]
     if len(named) > 1:
         parts.append(_side_by_side(named))
     numbers = itertools.count()

@@ -130,6 +130,18 @@ def test_json_has_the_findings_of_each_run(
     assert found["skipped"] == [{"file": "steps.jsonl", "lines": 1, "first": 121}]
 
 
+def test_a_file_with_several_runs_says_how_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write(tmp_path / "steps.jsonl", training() + training(pid=2)))
+    assert main(["report", path, "--no-html"]) == 0
+    said = capsys.readouterr().out
+    assert "steps.jsonl holds 2 runs of a device; the one that began last is shown." in said
+    assert main(["report", path, "--no-html", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["left_out"]
+    assert found == [{"file": "steps.jsonl", "runs": 2}]
+
+
 def test_without_matplotlib_one_line_names_the_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,32 @@ def test_a_file_holds_the_last_run_of_each_rank_and_device(tmp_path: Path) -> No
         (rank, device, 2) for rank in (0, 1) for device in (0, 1)
     ]
     assert [run.last("high") for run in found.runs] == [GIB, GIB, 2 * GIB, 2 * GIB]
-    assert found.skipped == ()
+    assert found.notes() == [
+        "steps.jsonl holds 2 runs of a device; the one that began last is shown."
+    ]
+
+
+def test_a_run_whose_first_line_is_broken_is_not_the_end_of_the_one_before(tmp_path: Path) -> None:
+    lines = [line(n, high=GIB) for n in (1, 2, 3)] + [line(n) for n in (2, 3)]
+    found = runs.read([write(tmp_path / "steps.jsonl", lines)])
+    assert [step["step"] for step in found.runs[0].steps] == [2, 3]
+    assert [one.runs for one in found.left_out] == [2]
+
+
+def test_what_two_processes_write_at_once_are_two_runs(tmp_path: Path) -> None:
+    kind = shape()
+    lines = [line(1, pid=7), with_shape(line(1, pid=8), kind), line(2, pid=7), line(2, pid=8)]
+    lines += [line(3, pid=8), line(3, pid=7), line(4, pid=7)]
+    found = runs.read([write(tmp_path / "steps.jsonl", lines)])
+    assert [(step["pid"], step["step"]) for step in found.runs[0].steps] == [(8, 1), (8, 2), (8, 3)]
+    assert found.runs[0].shape == kind
+    assert [one.runs for one in found.left_out] == [2]
+
+
+def test_a_run_of_another_process_is_one_of_its_own_though_its_steps_go_on(tmp_path: Path) -> None:
+    lines = [line(1, pid=7), line(2, pid=7), line(3, pid=8)]
+    found = runs.read([write(tmp_path / "steps.jsonl", lines)])
+    assert [step["step"] for step in found.runs[0].steps] == [3]
 
 
 def test_several_files_are_told_apart_by_name_where_ranks_are_not(tmp_path: Path) -> None:
@@ -50,6 +75,7 @@ def test_several_files_are_told_apart_by_name_where_ranks_are_not(tmp_path: Path
         '{"step": 2, "a": NaN}',
         json.dumps({**line(2), "rank": "x"}),
         json.dumps({**line(2), "device": None}),
+        json.dumps({**line(2), "pid": "x"}),
     ],
 )
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path, broken: str) -> None:
