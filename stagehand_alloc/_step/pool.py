@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +27,7 @@ from stagehand_alloc._errors import (
     PoolError,
     PoolThreadError,
     SizeError,
+    in_one_line,
 )
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings import environment
@@ -37,6 +39,7 @@ from stagehand_alloc._settings.sizes import UNLIMITED, Size, format_bytes, read_
 from stagehand_alloc._step.device import Device, process
 from stagehand_alloc._step.entry import Entry, Exit, in_this_thread, remove_hooks, taken_exit
 from stagehand_alloc._step.module_names import ModuleWatch
+from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
 from stagehand_alloc._weights.groups import registry as _weights
@@ -208,8 +211,13 @@ class Pool:
 
     def _told(self, step: StepStats) -> None:
         self._last_step = step
-        if self._on_step is not None:
+        if self._on_step is None:
+            return
+        try:
             self._on_step(step)
+        except Exception as error:  # a logger that fails is no reason to end a training
+            listener, self._on_step = self._on_step, None
+            warn(_failed_text(listener, error, step))
 
     def plan(self) -> _plan.StepPlan:
         """What stays, moves and is dropped of what steps like the newest save, by what made it.
@@ -539,7 +547,8 @@ def pool(
         telemetry: a file to append one JSON line per step to; True takes the config's name for it.
         on_step: called with the `StepStats` of each step once it has ended: when the next one
             begins, or, where nothing that it saved is alive any more, when the pool is left or
-            `Pool.step_stats` asked. On that thread; what it raises is raised there.
+            `Pool.step_stats` asked. On that thread. Where it raises, a StagehandWarning says so,
+            training goes on, and it is not called again.
         device: default: the current CUDA device.
 
     What neither these nor the config say may stand in the environment: STAGEHAND_ALLOC_HIGH, _LOW,
@@ -603,6 +612,16 @@ def keep(tensor: Tensor) -> Tensor:
 
     _hooks.keep(tensor)
     return tensor
+
+
+def _failed_text(listener: Listener, error: Exception, step: StepStats) -> str:
+    name = getattr(listener, "__qualname__", None) or shown(listener)
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"on_step={name} raised {type(error).__name__}: {in_one_line(error)} "
+        f"({at.filename}, line {at.lineno}) at the end of step {step.step}. Training goes on.\n"
+        "Mend it and make another pool: this one does not call it again."
+    )
 
 
 def _shown(size: Size | None) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import stagehand_alloc
-from stagehand_alloc import ConfigError, StepStats, _native
+from stagehand_alloc import ConfigError, StagehandWarning, StepStats, _native
 from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import steps as _steps
@@ -323,17 +323,36 @@ def test_a_thread_that_asks_to_the_end_does_not_abort_the_process(run_fresh: Fre
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_a_listener_raises_reaches_the_caller_and_the_pool_goes_on() -> None:
-    def fail(_: StepStats) -> None:
+def test_training_goes_on_where_a_listener_raises_which_one_warning_says() -> None:
+    called: list[int] = []
+
+    def fail(one: StepStats) -> None:
+        called.append(one.step)
         raise ValueError("mine")
 
     pool = stagehand_alloc.pool(on_step=fail)
     step(pool)
-    with pytest.raises(ValueError, match="mine"), pool:
-        pass
+    with pytest.warns(StagehandWarning, match=r"on_step=.*fail raised ValueError: mine") as told:
+        step(pool)
+    assert len(told) == 1
+    assert f"({__file__}, line " in str(told[0].message)
     step(pool)
-    with pytest.raises(ValueError, match="mine"):
+    assert pool.step_stats()["step"] == 3
+    assert called == [1]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_interrupt_inside_a_listener_ends_the_training() -> None:
+    def stop(_: StepStats) -> None:
+        raise KeyboardInterrupt
+
+    pool = stagehand_alloc.pool(on_step=stop)
+    step(pool)
+    with pytest.raises(KeyboardInterrupt):
         pool.step_stats()
+
+
+def test_a_listener_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match="on_step=3 cannot be called"):
         stagehand_alloc.pool(on_step=3)  # type: ignore[arg-type]
 
