@@ -129,6 +129,7 @@ class Everywhere(_Around):
         from torch.nn.modules import module
 
         super().__init__(pool)
+        pool.around_script = True
         self.entered = False
         self._handles = [
             module.register_module_forward_pre_hook(self._enter),

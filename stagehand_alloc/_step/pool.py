@@ -70,6 +70,7 @@ class Pool:
         marks: Marks | None = None,
         on_step: Listener | None = None,
     ) -> None:
+        self.around_script = False  # of `run`'s: the script may have pools of its own
         self._mode_asked = check_mode(config.mode)
         self._on_step = on_step
         self._steps = 0  # that have begun
@@ -378,12 +379,7 @@ class Pool:
         outer = in_this_thread.entry
         if outer is not None:
             if outer.surely_inside():
-                raise NestedPoolError(
-                    "A pool was entered inside "
-                    + ("itself." if outer.pool is self else "another pool."),
-                    "Use one pool around the whole forward pass; it may be entered again every "
-                    "step.",
-                )
+                raise _nested(self, outer.pool)
             outer.pool._release(outer)
         device, budget = self._resolve()
         for other in (self._entry, device.entry):
@@ -612,6 +608,19 @@ def keep(tensor: Tensor) -> Tensor:
 
     _hooks.keep(tensor)
     return tensor
+
+
+def _nested(inner: Pool, outer: Pool) -> NestedPoolError:
+    if inner.around_script or outer.around_script:
+        return NestedPoolError(
+            "`python -m stagehand_alloc run` enters a pool around each model, and the script enters "
+            "one of its own.",
+            "Start the script without `run`, or take the pool out of it.",
+        )
+    return NestedPoolError(
+        "A pool was entered inside " + ("itself." if inner is outer else "another pool."),
+        "Use one pool around the whole forward pass; it may be entered again every step.",
+    )
 
 
 def _failed_text(listener: Listener, error: Exception, step: StepStats) -> str:

@@ -87,6 +87,42 @@ def test_a_script_that_fails_before_it_trains_has_the_last_word(tmp_path: pathli
     assert done.stderr.strip().endswith("mine")
 
 
+OF_ITS_OWN = """
+import torch
+from torch import nn
+import stagehand_alloc
+from stagehand_alloc import testing
+
+class Model(nn.Linear):
+    def forward(self, x):
+        with stagehand_alloc.pool(high="64MiB"):
+            return super().forward(x)
+
+with testing.simulated_gpu(memory="256MiB", seed=1):
+    x = torch.randn(4, 8)
+    ({call}).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'stagehand_alloc.pool(high="64MiB").__enter__() and nn.Linear(8, 8)(x)',
+        "Model(8, 8)(x)",
+    ],
+)
+def test_a_script_with_a_pool_of_its_own_is_told_that_run_enters_one(
+    tmp_path: pathlib.Path, call: str
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OF_ITS_OWN.format(call=call))
+    done = run("-m", "stagehand_alloc", "run", str(path))
+    assert done.returncode == 1
+    *_, what, todo = done.stderr.splitlines()
+    assert "NestedPoolError: `python -m stagehand_alloc run` enters a pool" in what
+    assert "without `run`" in todo
+
+
 def test_a_module_is_run_by_its_name() -> None:
     done = run("-m", "stagehand_alloc", "run", "-m", "this")
     assert done.returncode == 0, done.stderr
