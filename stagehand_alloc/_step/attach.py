@@ -54,6 +54,7 @@ class _Around:
         self._pool = pool
         self._running: _Running | None = None
         self._handles: list[Any] = []
+        self.entered = False  # ever
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy that is made while forward runs is around nothing."""
@@ -80,6 +81,7 @@ class _Around:
         except BaseException:
             self._running = None
             raise
+        self.entered = True
         if self._pool._watch.entered():  # too late for torch to call it of this module
             self._pool._watch.began(module)
 
@@ -130,7 +132,6 @@ class Everywhere(_Around):
 
         super().__init__(pool)
         pool.around_script = True
-        self.entered = False
         self._handles = [
             module.register_module_forward_pre_hook(self._enter),
             module.register_module_forward_hook(self._leave, always_call=True),
@@ -139,6 +140,4 @@ class Everywhere(_Around):
     def _wants(self) -> bool:
         import torch
 
-        wants = not torch.compiler.is_compiling() and super()._wants()
-        self.entered |= wants
-        return wants
+        return not torch.compiler.is_compiling() and super()._wants()

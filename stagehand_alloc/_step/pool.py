@@ -613,8 +613,8 @@ def keep(tensor: Tensor) -> Tensor:
 def _nested(inner: Pool, outer: Pool) -> NestedPoolError:
     if inner.around_script or outer.around_script:
         return NestedPoolError(
-            "`python -m stagehand_alloc run` enters a pool around each model, and the script enters "
-            "one of its own.",
+            "`python -m stagehand_alloc run` enters a pool around each model, and the script "
+            "enters one of its own.",
             "Start the script without `run`, or take the pool out of it.",
         )
     return NestedPoolError(

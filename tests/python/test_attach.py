@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from training import footprint, leaves_nothing, train
 
 import stagehand_alloc
-from stagehand_alloc import ConfigError
+from stagehand_alloc import ConfigError, TelemetryError
+from stagehand_alloc._books import telemetry as _telemetry
 from stagehand_alloc._step.attach import Everywhere
 from stagehand_alloc._step.device import process
 from stagehand_alloc._step.trouble import Trouble
@@ -141,6 +143,21 @@ def test_what_backward_runs_again_enters_no_pool() -> None:
     found = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, found, expected))
     assert len(found) == len(expected) == 8
+
+
+def test_a_pool_whose_entry_failed_was_not_entered(tmp_path: Path) -> None:
+    model = Stops()
+    around = Everywhere(stagehand_alloc.pool(telemetry=tmp_path / "no" / "folder.jsonl"))
+    try:
+        with pytest.raises(TelemetryError):
+            model(torch.randn(4, 8))
+        assert not around.entered
+        (tmp_path / "no").mkdir()
+        model(torch.randn(4, 8)).sum().backward()
+        assert around.entered
+    finally:
+        around.remove()
+    _telemetry.close()
 
 
 def test_the_blocks_of_an_attached_model_are_found_from_its_root() -> None:
