@@ -7,14 +7,17 @@ anything. `_settings.config` has what is in a file.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from typing import Any
 
 from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._settings.config import NODES, Config, check_mode
 from stagehand_alloc._settings.sizes import Size, read_size, shown
+from stagehand_alloc._tell import warn_once
 
 PREFIX = "STAGEHAND_ALLOC_"
+_NAMES = ("HIGH", "LOW", "LIMIT", "MODE", "RECOMPUTE", "TELEMETRY", "BUILD")
 _RECOMPUTE: dict[str, bool | str] = {
     **dict.fromkeys(("0", "no", "false", "off"), False),
     **dict.fromkeys(("1", "yes", "true", "on"), True),
@@ -23,7 +26,11 @@ _RECOMPUTE: dict[str, bool | str] = {
 
 
 def filled(config: Config) -> Config:
-    """``config``, with what it leaves open as the environment says. Raises what Config does."""
+    """``config``, with what it leaves open as the environment says. Raises what Config does.
+
+    A variable that begins like ours and is none is warned of, once.
+    """
+    _warn_of_unknown()
     said: dict[str, Any] = {
         **{name: _size(name) for name in ("high", "low", "limit")},
         "mode": _mode(),
@@ -32,6 +39,17 @@ def filled(config: Config) -> Config:
     }
     open_ = {k: v for k, v in said.items() if v is not None and getattr(config, k) is None}
     return dataclasses.replace(config, **open_) if open_ else config
+
+
+def _warn_of_unknown() -> None:
+    known = [PREFIX + name for name in _NAMES]
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in known:
+            near = difflib.get_close_matches(variable, known, n=1, cutoff=0)[0]
+            warn_once(
+                f"The environment sets {shown(variable)}, which means nothing here.\n"
+                f"Did you mean {near}? The others: {', '.join(k for k in known if k != near)}."
+            )
 
 
 def _size(name: str) -> Size | None:

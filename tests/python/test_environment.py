@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 
 import stagehand_alloc
 from stagehand_alloc import ConfigError, ModeError, SizeError, StagehandWarning
-from stagehand_alloc._tell import slow, warn
+from stagehand_alloc._tell import slow, warn, warn_once
 
 pytestmark = pytest.mark.usefixtures("gpu")
 MIB = 1 << 20
@@ -73,6 +77,30 @@ def test_a_mode_there_is_none_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("STAGEHAND_ALLOC_MODE", "fast")
     with pytest.raises(ModeError, match="STAGEHAND_ALLOC_MODE=fast"):
         stagehand_alloc.pool()
+
+
+def test_a_misspelt_one_is_warned_of_once_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warn_once, "said", set())
+    monkeypatch.setenv("STAGEHAND_ALLOC_HIHG", "64MiB")
+    with pytest.warns(StagehandWarning) as told:
+        stagehand_alloc.pool()
+    (said,) = told
+    assert "STAGEHAND_ALLOC_HIHG" in str(said.message)
+    assert "Did you mean STAGEHAND_ALLOC_HIGH?" in str(said.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stagehand_alloc.pool()
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_variable_of_ours_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warn_once, "said", set())
+    for path in Path(stagehand_alloc.__file__).parent.rglob("*.py"):
+        for name in re.findall(r"\bSTAGEHAND_ALLOC_[A-Z_]*[A-Z]\b", path.read_text()):
+            monkeypatch.setenv(name, " ")
+    stagehand_alloc.pool()
 
 
 def test_an_empty_one_is_as_if_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
