@@ -1,6 +1,6 @@
 """`python -m stagehand_alloc doctor`: what is here, what the link carries, and what to change.
 
-What is broken is a finding, in words; nothing here raises.
+What is broken is a finding, in words; nothing here raises but for a file that is no telemetry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import tensors as _tensors
 from stagehand_alloc._built import trigger as _trigger
 from stagehand_alloc._cli import link as _link
-from stagehand_alloc._errors import NoCudaBuildError, StagehandError, in_one_line
+from stagehand_alloc._errors import NoCudaBuildError, StagehandError, TelemetryError, in_one_line
 from stagehand_alloc._extension import native
 from stagehand_alloc._settings.host_memory import (
     available_host_bytes,
@@ -35,7 +35,7 @@ from stagehand_alloc._settings.host_memory import (
 from stagehand_alloc._settings.sizes import format_bytes
 from stagehand_alloc._step import proofs as _recompute
 
-WORKS, DOES_NOT = 0, 1  # 2: the command line is wrong
+WORKS, DOES_NOT, COULD_NOT = 0, 1, 2  # 2 is a wrong command line, too
 _SLOW_LINK = 10e9  # bytes per second: less than PCIe 3 x16 carries
 _SLOW_PINNING = 1e9
 _REPORT = "Report it, with what `python -m stagehand_alloc doctor --json` prints."
@@ -66,20 +66,23 @@ class Findings:
 def main(telemetry: str | None = None, *, as_json: bool = False) -> int:
     """Print what was found; 0 where the real or the simulated GPU works, else 1.
 
-    ``telemetry`` is a file of a run, for what it says of the pinned pool. Measuring takes some
-    seconds.
+    ``telemetry`` is a file of a run, for what it says of the pinned pool; 2 where it is none.
+    Measuring takes some seconds.
     """
-    found = look(telemetry)
+    try:
+        found = look(telemetry)
+    except TelemetryError as error:
+        print(error, file=sys.stderr)
+        return COULD_NOT
     print(json.dumps(asdict(found), indent=2) if as_json else _text(found))
     return WORKS if found.works else DOES_NOT
 
 
 def look(telemetry: str | None = None) -> Findings:
-    """Ask everything, measure the links, and judge."""
+    """Ask everything, measure the links, and judge. Raises TelemetryError for such a file."""
+    last_run = {} if telemetry is None else {"last run": _last_run(telemetry)}
     found = Findings()
-    found.facts = {name: _attempt(probe).text for name, probe in _FACTS.items()}
-    if telemetry is not None:
-        found.facts["last run"] = _attempt(lambda: _last_run(telemetry)).text
+    found.facts = {name: _attempt(probe).text for name, probe in _FACTS.items()} | last_run
     for name, way in _WAYS.items():
         answer = _attempt(way)
         found.ways[name] = f"{'yes' if answer.good else 'no'}: {answer.text}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from telemetry_lines import line, write
 
 from stagehand_alloc import DriverError, _driver
 from stagehand_alloc.__main__ import main
@@ -29,6 +30,30 @@ def test_json_says_the_same_and_the_links_are_measured(capsys: pytest.CaptureFix
     assert one["to_host"] > 1e9
     assert one["to_device"] > 1e9
     assert all(finding["what"] and finding["todo"] for finding in found["findings"])
+
+
+@pytest.mark.parametrize("contents", ["no telemetry\n", None])
+def test_a_file_that_is_no_telemetry_ends_with_2_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], contents: str | None
+) -> None:
+    path = tmp_path / "other.txt"
+    if contents is not None:
+        path.write_text(contents)
+    assert main(["doctor", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""  # nothing was measured first
+    what, todo = printed.err.splitlines()
+    assert f"The telemetry file {path}" in what
+    assert "pool(telemetry=...)" in todo
+
+
+def test_of_a_telemetry_file_the_settings_that_would_have_suited_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line(pinned_bytes=GIB, proposed_classes_mb=[4], proposed_slabs_per_class=[3])]
+    assert main(["doctor", "--json", str(write(tmp_path / "steps.jsonl", lines))]) == doctor.WORKS
+    found = json.loads(capsys.readouterr().out)["facts"]["last run"]
+    assert "pinned_pool_classes_mb=[4], slabs_per_class=[3]" in found
 
 
 def test_what_is_missing_is_a_finding_with_something_to_do(
