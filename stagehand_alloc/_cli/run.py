@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,12 +48,24 @@ def main(arguments: list[str]) -> int:
             sys.path[0] = str(Path(options.script).resolve().parent)
             runpy.run_path(options.script, run_name="__main__")
         ended = True
+    except ImportError as error:
+        if not _not_found(error):
+            raise
+        print(f"{sys.executable}: {error}", file=sys.stderr)
+        return 1  # all as `python -m` has it
     finally:
         around.remove()
         # That nothing was done says nothing of a script that failed, or was asked for its help.
         if ended or around.entered:
             print(_told(pool, around.entered), file=sys.stderr)
     return 0
+
+
+def _not_found(error: ImportError) -> bool:
+    """Whether runpy found no such module: nothing of anybody's ran."""
+    of_runpy = runpy.run_module.__code__.co_filename
+    _, *frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and all(frame.filename == of_runpy for frame in frames)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -38,9 +38,10 @@ with testing.simulated_gpu(memory="256MiB", seed=1):
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd
     )
 
 
@@ -127,6 +128,22 @@ def test_a_module_is_run_by_its_name() -> None:
     done = run("-m", "stagehand_alloc", "run", "-m", "this")
     assert done.returncode == 0, done.stderr
     assert "Zen" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["nothere", "os.nothere", "json"])
+def test_a_module_that_is_not_there_is_said_as_python_says_it(module: str) -> None:
+    plain = run("-m", module)
+    done = run("-m", "stagehand_alloc", "run", "-m", module)
+    assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_module_that_imports_what_is_not_there_shows_where(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothere")
+    done = run("-m", "stagehand_alloc", "run", "-m", "broken", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "broken.py" in done.stderr
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'nothere'\n")
 
 
 @pytest.mark.parametrize(
