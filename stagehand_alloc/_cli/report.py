@@ -15,14 +15,17 @@ from stagehand_alloc._books import runs as _runs
 from stagehand_alloc._books.runs import Run, Telemetry
 from stagehand_alloc._books.table import table
 from stagehand_alloc._errors import StagehandError, TelemetryError
+from stagehand_alloc._pictures.paths import require_writable
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the table and write the page. Raises StagehandError where that cannot be."""
     options = _parse(arguments)
+    path = None if options.no_html else _page_path(options)
     telemetry = _runs.read(options.files)
     print(json.dumps(as_json(telemetry), indent=1) if options.json else text(telemetry))
-    _page(telemetry, options)
+    if path is not None:
+        _page(telemetry, path, asked=options.html is not None)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -83,18 +86,23 @@ def _finding_json(found: _findings.Finding) -> dict[str, str]:
     return {**dataclasses.asdict(found), "level": found.level.value}
 
 
-def _page(telemetry: Telemetry, options: argparse.Namespace) -> None:
-    if options.no_html:
-        return
-    from stagehand_alloc._pictures import page as _page
-
+def _page_path(options: argparse.Namespace) -> Path:
+    """Where the page goes. Raises TelemetryError where it cannot."""
     path = Path(options.html or Path(options.files[0]).with_suffix(".html"))
     if any(path.resolve() == Path(one).resolve() for one in options.files):
         raise TelemetryError(
             f"The page {path} would take the place of the telemetry it is of.",
             "Name another file with --html.",
         )
-    if options.html is None:
+    if options.html is not None:
+        require_writable("page", path)
+    return path
+
+
+def _page(telemetry: Telemetry, path: Path, asked: bool) -> None:
+    from stagehand_alloc._pictures import page as _page
+
+    if not asked:
         try:
             _refuse_others(path, _page.MARK)
             written = _page.write(telemetry)

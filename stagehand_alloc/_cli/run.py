@@ -7,6 +7,7 @@ saves outside of its models, such as of a loss, is outside of the pool.
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 import traceback
@@ -94,6 +95,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _begin(options: argparse.Namespace) -> Pool:
+    from stagehand_alloc._books import telemetry as _telemetry
     from stagehand_alloc._step import pool as _pool
 
     pool = _pool.pool(
@@ -102,8 +104,11 @@ def _begin(options: argparse.Namespace) -> Pool:
         limit=_given(options.limit),
         mode=options.mode,
         recompute=None if options.recompute is None else _RECOMPUTE[options.recompute],
-        telemetry=options.telemetry,
+        # Of this folder, whichever the script goes to.
+        telemetry=None if options.telemetry is None else os.path.abspath(options.telemetry),
     )
+    if (path := pool._config.telemetry_path) is not None:
+        _telemetry.writer_of(path)  # raises now, and not once the script has loaded its model
     if pool._mode_asked == "allocator":  # or the environment asks for it
         import torch
 

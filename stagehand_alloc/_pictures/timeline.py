@@ -19,6 +19,7 @@ from stagehand_alloc import _driver
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._errors import DriverError, PoolError, TelemetryError
 from stagehand_alloc._extension import native
+from stagehand_alloc._pictures.paths import require_writable
 from stagehand_alloc._settings.config import DeviceLike
 from stagehand_alloc._tell import warn
 
@@ -40,6 +41,8 @@ class Timeline:
     """Made by `timeline`: a `with` whose steps are noted."""
 
     def __init__(self, path: str | Path | None, device: DeviceLike) -> None:
+        if path is not None:
+            require_writable("trace", path)
         self._path = path
         self._device_asked = device
         self._device: int | None = None
@@ -115,7 +118,7 @@ def timeline(path: str | Path | None = None, *, device: DeviceLike = None) -> Ti
         device: default: the current CUDA device.
 
     Inside, each copy costs two events of the driver; outside nothing. Raises ConfigError,
-    DriverError.
+    DriverError, and TelemetryError for a path that cannot be written, before the `with` begins.
     """
     return Timeline(path, device)
 

@@ -103,8 +103,19 @@ def test_a_page_of_somebody_else_s_is_left_alone(
     assert main(["report", str(path)]) == 0
     assert other.read_text() == "mine"
     assert "is no page of ours" in capsys.readouterr().err
-    assert main(["report", str(path), "--html", str(tmp_path / "no" / "page.html")]) == 2
     assert main(["report", str(path), "--no-html"]) == 0
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_files_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "steps.jsonl", training())
+    assert main(["report", str(path), "--html", str(tmp_path / "no" / "page.html")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"There is no folder {tmp_path / 'no'}." in printed.err
+    assert main(["report", str(path), "--html", str(tmp_path)]) == 2
+    assert "It is a folder." in capsys.readouterr().err
 
 
 def test_the_page_takes_no_telemetry_s_place(

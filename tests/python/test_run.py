@@ -88,6 +88,17 @@ def test_a_script_that_fails_before_it_trains_has_the_last_word(tmp_path: pathli
     assert done.stderr.strip().endswith("mine")
 
 
+def test_telemetry_goes_to_the_folder_that_run_was_started_in(tmp_path: pathlib.Path) -> None:
+    script, elsewhere = tmp_path / "moves.py", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script.write_text(f"import os; os.chdir({str(elsewhere)!r})\n{SCRIPT}")
+    options = ("--high", "64MiB", "--telemetry", "steps.jsonl")
+    done = run("-m", "stagehand_alloc", "run", *options, str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 3
+    assert not list(elsewhere.iterdir())
+
+
 OF_ITS_OWN = """
 import torch
 from torch import nn
@@ -152,6 +163,7 @@ def test_a_module_that_imports_what_is_not_there_shows_where(tmp_path: pathlib.P
         (["--high", "20 potatoes", __file__], "20 potatoes"),
         (["--high", "0.5", "--low", "0.8", __file__], "low is 80%, above high, 50%"),
         (["nowhere.py"], "no file nowhere.py"),
+        (["--telemetry", "no/steps.jsonl", __file__], "no/steps.jsonl cannot be written"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_words(arguments: list[str], told: str) -> None:

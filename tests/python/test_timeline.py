@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def test_an_error_inside_writes_no_file_and_a_timeline_serves_once(tmp_path: Pat
         pass
     with pytest.raises(TelemetryError, match="cannot be written"):
         found.export(tmp_path / "no" / "trace.json")
+
+
+def test_a_path_that_cannot_be_written_is_told_before_anything_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (tmp_path / "no" / "trace.json", tmp_path):
+        with pytest.raises(TelemetryError, match="cannot be written"):
+            stagehand_alloc.timeline(path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # root may write
+    with pytest.raises(TelemetryError, match="Permission denied"):
+        stagehand_alloc.timeline(tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_copy_says_its_rate_and_how_long_it_was_queued() -> None:
