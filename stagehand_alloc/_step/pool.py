@@ -18,6 +18,8 @@ from stagehand_alloc._books import plan as _plan
 from stagehand_alloc._books import shape as _shape
 from stagehand_alloc._books import stats as _stats
 from stagehand_alloc._books import telemetry as _telemetry
+from stagehand_alloc._books.markup import escaped
+from stagehand_alloc._books.markup import table as markup_table
 from stagehand_alloc._books.stats import PoolStats
 from stagehand_alloc._books.steps import Listener, OpenStep, StepStats
 from stagehand_alloc._errors import (
@@ -95,6 +97,24 @@ class Pool:
         where = "not entered yet" if self._device is None else f"device {self._device.index}"
         inside = ", entered" if self._entry is not None else ""
         return f"<Pool high={high} low={low} limit={limit} mode={self._mode}, {where}{inside}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the budget, and what the newest step did inside it."""
+        sizes: Config | Budget = self._budget or self._config
+        said = {"high": sizes.high, "low": sizes.low, "limit": sizes.limit}
+        rows = [(name, _shown(size)) for name, size in said.items() if size is not None]
+        if step := self.step_stats():
+            rows += [
+                ("newest step", f"{step['step']:.0f}, {step['wall_time_ms']:.1f} ms"),
+                ("mapped at most", format_bytes(int(step["mapped_peak"]))),
+                ("over high", format_bytes(int(step["overshoot_bytes"]))),
+                ("moved to the host", format_bytes(int(step["spill_bytes"]))),
+                ("dropped", format_bytes(int(step["dropped_bytes"]))),
+                ("waited for copies", f"{step['stall_time_ms']:.1f} ms"),
+            ]
+        where = "not entered yet" if self._device is None else f"device {self._device.index}"
+        head = ("pool", where if self._mode is None else f"{where}, {self._mode}")
+        return markup_table(head, [(name, escaped(text)) for name, text in rows])
 
     def _prepare(self) -> None:
         """What needs no entry: pinning takes a while, and starts as soon as the device is open.

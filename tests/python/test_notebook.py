@@ -50,6 +50,24 @@ def test_statistics_are_a_table_and_a_bar() -> None:
     assert PoolStats()._repr_html_()
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_pool_is_a_table_of_its_budget_and_its_newest_step() -> None:
+    pool = stagehand_alloc.pool(high="300MiB", low=0.25)
+    shown = pool._repr_html_()
+    assert "<th>pool</th><th>not entered yet</th>" in shown
+    assert "<td>high</td><td>300.00 MiB</td>" in shown
+    assert "newest step" not in shown
+    assert "limit" not in shown  # nobody said one
+    with pool:
+        y = torch.sin(torch.ones(2 * MIB, requires_grad=True))
+    y.sum().backward()
+    shown = pool._repr_html_()
+    assert "<th>device 0, allocator</th>" in shown
+    assert "<td>low</td><td>256.00 MiB</td>" in shown  # of the device, which is known now
+    assert "<td>newest step</td><td>1, " in shown
+    assert "<td>over high</td><td>0 B</td>" in shown
+
+
 def test_a_plan_is_a_table_whose_names_are_no_markup() -> None:
     plan = StepPlan((PlanLine("<b>", "Gelu", 1, 2, 3, 4, 0.5),), 12.0, 0.0, 1.0, 2.0)
     shown = plan._repr_html_()
