@@ -30,8 +30,8 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM: a null stream is the legacy default one
 _UPDATE = "Install an NVIDIA driver for CUDA 12 or newer (525 or later)."
 _NO_DEVICE = (
-    "Run on a machine with an NVIDIA GPU and its driver; without one, use "
-    "stagehand_alloc.testing.simulated_gpu()."
+    "Run on a machine with an NVIDIA GPU and its driver; without one, begin the script with: "
+    "from stagehand_alloc import testing; testing.simulated_gpu()"
 )
 
 
