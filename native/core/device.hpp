@@ -33,7 +33,7 @@ struct Device {
         gate(table, context),
         clocks(gate),
         host(gate),
-        stalls(gate, counters),
+        stalls(gate, clocks.events, counters),
         transfers(clocks, lanes),
         books(*this),
         departures(*this),

@@ -80,6 +80,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 
 void Runtime::set_budget(const Budget& budget) {
   Entry entry(d_.gate);
+  d_.clocks.events.fill();
   d_.departures.flush();
   d_.clocks.timeline.note(Timeline::What::entered, 0, 0, d_.counters);
   d_.books.arm(budget);
@@ -240,6 +241,7 @@ Counters Runtime::counted() {
   Counters counters = d_.counters;
   d_.host.add_to(&counters);
   d_.transfers.add_to(&counters);
+  counters.host_waits += d_.clocks.events.late();
   counters.d2h_rate = per_second(d_.plan.lane_rates().out);
   counters.h2d_rate = per_second(d_.plan.lane_rates().in);
   counters.weights_bytes = d_.weights.standing().bytes();

@@ -16,11 +16,14 @@ std::uint32_t StallMeter::spare() {
       return kNone;
     }
     Pair pair;
-    if (gate_->event_create(&pair.copied, 0) != driver::kSuccess) {
-      return kNone;
-    }
-    if (gate_->event_create(&pair.asked, 0) != driver::kSuccess) {
-      gate_->event_destroy(pair.copied);
+    pair.copied = spare_events_.take(SpareEvents::Kind::time);
+    pair.asked = spare_events_.take(SpareEvents::Kind::time);
+    if (pair.copied == nullptr || pair.asked == nullptr) {
+      for (driver::Event made : {pair.copied, pair.asked}) {
+        if (made != nullptr) {
+          spare_events_.give(SpareEvents::Kind::time, made);
+        }
+      }
       return kNone;
     }
     pairs_.push_back(pair);

@@ -10,13 +10,15 @@
 
 #include "core/counters.hpp"
 #include "core/gate.hpp"
+#include "core/spare_events.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
 
 class StallMeter {
  public:
-  StallMeter(Gate& gate, Counters& counters) : gate_(gate), counters_(counters) {}
+  StallMeter(Gate& gate, SpareEvents& spare_events, Counters& counters)
+      : gate_(gate), spare_events_(spare_events), counters_(counters) {}
 
   static constexpr std::uint32_t kNone = ~0u;
   // Notes the end of `count` copies queued on `lane`; returns what `asked` needs.
@@ -45,6 +47,7 @@ class StallMeter {
   std::uint32_t begin(driver::Event Pair::* first, driver::Stream stream);
 
   Gate& gate_;
+  SpareEvents& spare_events_;
   Counters& counters_;
   std::vector<Pair> pairs_;
   std::vector<std::uint32_t> spare_;

@@ -87,8 +87,8 @@ bool StepClock::note(Kind kind, driver::Stream stream, Bytes bytes) {
     return false;
   }
   if (slot == events_.size()) {
-    driver::Event event = nullptr;
-    if (gate_->event_create(&event, 0) != driver::kSuccess) {
+    const driver::Event event = spare_.take(SpareEvents::Kind::time);
+    if (event == nullptr) {
       return false;
     }
     events_.push_back(event);

@@ -10,6 +10,7 @@
 
 #include "core/gate.hpp"
 #include "core/planner.hpp"
+#include "core/spare_events.hpp"
 #include "core/types.hpp"
 
 namespace stagehand::core {
@@ -18,7 +19,7 @@ class Plan;
 
 class StepClock {
  public:
-  explicit StepClock(Gate& gate) : gate_(gate) {}
+  StepClock(Gate& gate, SpareEvents& spare) : gate_(gate), spare_(spare) {}
 
   // A step is over: what was measured goes to the plan. False: the GPU is not there yet.
   bool tell(Plan& plan);
@@ -70,6 +71,7 @@ class StepClock {
   bool read(StepTimes* times);
 
   Gate& gate_;
+  SpareEvents& spare_;
   bool measuring_ = false;
   std::uint32_t of_ = 0;  // the trace
   driver::Stream stream_ = nullptr;

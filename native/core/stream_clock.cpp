@@ -73,16 +73,10 @@ Status StreamClock::record(Tick* tick) {
   if (foreign && driver.ctx_push_current(context_) != driver::kSuccess) {
     return Status::driver_failed;
   }
-  if (ring_[slot] == nullptr && !spare_.empty()) {
-    ring_[slot] = spare_.back();
-    spare_.pop_back();
+  if (ring_[slot] == nullptr) {
+    ring_[slot] = spare();
   }
-  bool recorded =
-      ring_[slot] != nullptr ||
-      driver.event_create(&ring_[slot], driver::kEventDisableTiming) == driver::kSuccess;
-  if (!recorded) {
-    ring_[slot] = nullptr;
-  }
+  bool recorded = ring_[slot] != nullptr;
   if (recorded && driver.event_record(ring_[slot], stream_) != driver::kSuccess) {
     driver.event_destroy(ring_[slot]);  // it may be of another context: the next try makes another
     ring_[slot] = nullptr;
@@ -99,6 +93,42 @@ Status StreamClock::record(Tick* tick) {
   named_ = false;
   work_ = 0;
   return Status::ok;
+}
+
+// One to record. Of what this stream has passed nobody needs an event any more.
+driver::Event StreamClock::spare() {
+  if (context_ != nullptr) {
+    driver::Event event = nullptr;
+    give_up_passed();
+    if (!foreign_spare_.empty()) {
+      event = foreign_spare_.back();
+      foreign_spare_.pop_back();
+    } else if (gate_->event_create(&event, driver::kEventDisableTiming) != driver::kSuccess) {
+      return nullptr;
+    }
+    return event;
+  }
+  give_up_passed();
+  return events_.take(SpareEvents::Kind::order);
+}
+
+void StreamClock::give_up(Seq seq) {
+  driver::Event& event = ring_[seq % kRing];
+  if (event == nullptr) {
+    return;
+  }
+  if (context_ != nullptr) {
+    foreign_spare_.push_back(event);
+  } else {
+    events_.give(SpareEvents::Kind::order, event);
+  }
+  event = nullptr;
+}
+
+void StreamClock::give_up_passed() {
+  for (kept_ = std::max(kept_, oldest()); kept_ <= passed_ && kept_ < next_; ++kept_) {
+    give_up(kept_);
+  }
 }
 
 void StreamClock::note_work(Bytes bytes) {
@@ -161,16 +191,13 @@ Seq StreamClock::mark() {
   if (ring_.size() <= slot) {
     ring_.resize(slot + 1, nullptr);
   }
-  if (ring_[slot] != nullptr) {
-    spare_.push_back(ring_[slot]);
-    ring_[slot] = nullptr;
-  }
+  give_up(next_);
   named_ = false;
   return next_++;
 }
 
 Seq StreamClock::with_event(Seq seq) const {
-  seq = std::max(seq, oldest());
+  seq = std::max({seq, oldest(), kept_});
   while (seq < next_ && ring_[seq % kRing] == nullptr) {
     ++seq;
   }
@@ -204,20 +231,16 @@ StreamClock& ClockBank::of(driver::Stream stream, driver::Context context) {
     context = foreign_context(stream);
   }
   if (StreamClock* old = reusable(); old != nullptr) {
+    old->give_up_passed();  // all of them, to where its context's are kept
+    old->ring_.clear();
     old->stream_ = stream;
     old->context_ = context;
     old->captured_turn_ = 0;
     old->waited_.clear();  // what the old stream waited for, the new one has not
-    for (driver::Event event : old->ring_) {
-      if (event != nullptr) {
-        old->spare_.push_back(event);
-      }
-    }
-    old->ring_.clear();
     return *old;
   }
-  return clocks_.emplace_back(gate_, captures_, stream, static_cast<std::uint32_t>(clocks_.size()),
-                              context);
+  return clocks_.emplace_back(gate_, events, captures_, stream,
+                              static_cast<std::uint32_t>(clocks_.size()), context);
 }
 
 // Nothing relies on it, and all that a tick of it can name is past. Nothing is asked of its stream,

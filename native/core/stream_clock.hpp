@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/gate.hpp"
+#include "core/spare_events.hpp"
 #include "core/step_clock.hpp"
 #include "core/timeline.hpp"
 #include "core/types.hpp"
@@ -63,9 +64,14 @@ bool synchronize(const driver::Table& driver, const StreamPlace& place);
 class StreamClock {
  public:
   // `context`: of the stream, where it is not the device's own.
-  StreamClock(Gate& gate, const int& captures, driver::Stream stream, std::uint32_t index,
-              driver::Context context = nullptr)
-      : gate_(gate), captures_(captures), stream_(stream), context_(context), index_(index) {}
+  StreamClock(Gate& gate, SpareEvents& events, const int& captures, driver::Stream stream,
+              std::uint32_t index, driver::Context context = nullptr)
+      : gate_(gate),
+        events_(events),
+        captures_(captures),
+        stream_(stream),
+        context_(context),
+        index_(index) {}
 
   driver::Stream stream() const { return stream_; }
   // Where it is now: a lane's goes from stream to stream.
@@ -123,7 +129,12 @@ class StreamClock {
   // The first number from `seq` on that an event stands for; next_ where none does.
   Seq with_event(Seq seq) const;
 
+  driver::Event spare();
+  void give_up(Seq seq);
+  void give_up_passed();
+
   Gate& gate_;
+  SpareEvents& events_;
   const int& captures_;  // the bank's count of captures under way
   driver::Stream stream_;
   driver::Context context_;
@@ -138,8 +149,9 @@ class StreamClock {
   bool named_ = false;               // a tick that no event stands for yet was handed out
   Bytes work_ = 0;                   // noted since the last event
   std::uint32_t holders_ = 0;        // arenas, lanes, held blocks and users that rely on this clock
-  std::vector<driver::Event> ring_;  // null where a mark took the number
-  std::vector<driver::Event> spare_;
+  std::vector<driver::Event> ring_;  // null where a mark took the number, or it has passed
+  Seq kept_ = 1;                     // before it all that have passed were given up
+  std::vector<driver::Event> foreign_spare_;  // of another context
   std::vector<Seq> waited_;
 };
 
@@ -147,8 +159,9 @@ class StreamClock {
 // numbers go on, so that old ticks stay in the past.
 class ClockBank {
  public:
-  explicit ClockBank(Gate& gate) : steps(gate), timeline(gate), gate_(gate) {}
+  explicit ClockBank(Gate& gate) : events(gate), steps(gate, events), timeline(gate), gate_(gate) {}
 
+  SpareEvents events;
   StepClock steps;  // measures waits for lanes too
   Timeline timeline;
   // A step has come to this moment, on `stream`.

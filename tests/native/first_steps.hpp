@@ -86,6 +86,7 @@ struct Done {
   std::uint64_t host_waits = 0;
   std::uint64_t misses = 0;
   std::uint64_t lates = 0;
+  std::uint64_t events_made = 0;
 };
 
 template <typename Side>
@@ -121,6 +122,7 @@ class FirstSteps {
     drop_rest();
     plain_ = false;
   }
+  void finish_pinning() { pinner_.finish(); }
   void set(Bytes high, Bytes low) { high_ = high, low_ = low; }
   Bytes start() const { return start_; }
   Bytes peak() const { return peak_; }
@@ -134,6 +136,7 @@ class FirstSteps {
       side_.rig.budget(high_, low_);
     }
     side_.rig.runtime->reset_peaks();
+    const std::uint64_t events = stagehand_sim_call_count("cuEventCreate");
     const Counters before = counters();
     const std::uint64_t began = stagehand_sim_clock_ns();
     replay(events_, stream_, [this](const Event& event) {
@@ -154,6 +157,7 @@ class FirstSteps {
     done.pinned = after.pinned_bytes;
     done.host_waits = after.host_waits - before.host_waits;
     done.misses = after.pool_misses - before.pool_misses;
+    done.events_made = stagehand_sim_call_count("cuEventCreate") - events;
     done.lates = after.prefetch_lates - before.prefetch_lates;
     return done;
   }

@@ -14,7 +14,8 @@ constexpr Address kBase = Address{1} << 40;
 // An arena over addresses nobody maps: it never touches them.
 struct Range {
   explicit Range(Bytes bytes, bool small = false)
-      : clock(gate, captures, nullptr, 0), arena({nullptr, small, 0}, clock, nodes, kBase, bytes) {}
+      : clock(gate, events, captures, nullptr, 0),
+        arena({nullptr, small, 0}, clock, nodes, kBase, bytes) {}
 
   // The first `bytes` of the arena's hole at its end, in this state.
   Block* open(Bytes bytes, BlockState state) {
@@ -32,6 +33,7 @@ struct Range {
 
   driver::Table table;
   Gate gate{table};
+  SpareEvents events{gate};
   const int captures = 0;
   StreamClock clock;
   BlockNodes nodes;

@@ -32,6 +32,7 @@ void expect_at_most(const std::string& trace, const std::vector<Bar>& bars) {
     steps.set(high, high - std::min<Bytes>(1_GiB, activations / 10));
     const Done first = steps.step();
     CHECK(first.evicted >= peak - high);
+    CHECK_EQ(first.events_made, 0);
     for (int i = 0; i < 3; ++i) {
       steps.step();
     }

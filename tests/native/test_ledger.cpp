@@ -11,13 +11,16 @@ namespace {
 
 // A ledger, and a live block for records to name.
 struct Books {
-  Books() : clock(gate, captures, nullptr, 0), arena({}, clock, nodes, Address{1} << 40, 64_MiB) {
+  Books()
+      : clock(gate, events, captures, nullptr, 0),
+        arena({}, clock, nodes, Address{1} << 40, 64_MiB) {
     block.clock = &clock;
   }
   Record* open() { return ledger.open(&block, 0, 512); }
 
   driver::Table table;
   Gate gate{table};
+  SpareEvents events{gate};
   const int captures = 0;
   StreamClock clock;
   BlockNodes nodes;

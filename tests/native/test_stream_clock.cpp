@@ -177,6 +177,44 @@ TEST("the ring makes 2048 events and then records them again") {
   CHECK_EQ(tick.seq, 5000);
 }
 
+TEST("what a stream has passed leaves its events to any clock, and is still known to be past") {
+  Clocks clocks;
+  const std::uint64_t before = Clocks::calls("cuEventCreate");
+  for (int round = 0; round < 4; ++round) {
+    StreamClock& clock = round % 2 == 0 ? clocks.a : clocks.b;
+    Tick first;
+    Tick last;
+    clock.record(&first);
+    for (int i = 0; i < 100; ++i) {
+      clock.record(&last);
+    }
+    stagehand_sim_drain();
+    CHECK(clock.passed(last.seq));
+    clock.record(&last);  // which has those before it given up
+    CHECK(clock.passed(first.seq));
+    CHECK(!clock.passed(last.seq));
+    CHECK_EQ(clocks.bank.order_after(round % 2 == 0 ? clocks.b : clocks.a, last), Status::ok);
+  }
+  CHECK(Clocks::calls("cuEventCreate") - before <= 105);
+  clocks.rig.verify();
+}
+
+TEST("what a step needs was made as the first pool was entered; what comes on top is counted") {
+  Clocks clocks;
+  clocks.bank.events.fill();
+  const std::uint64_t before = Clocks::calls("cuEventCreate");
+  clocks.bank.events.fill();
+  Tick tick;
+  for (int i = 0; i < 1024; ++i) {
+    clocks.a.record(&tick);
+    clocks.b.record(&tick);
+  }
+  CHECK_EQ(Clocks::calls("cuEventCreate"), before);
+  CHECK_EQ(clocks.bank.events.late(), 0);
+  clocks.a.record(&tick);
+  CHECK_EQ(clocks.bank.events.late(), 1);
+}
+
 TEST("O4: an event that cannot be made or recorded is no tick, and the next one is whole") {
   Clocks clocks;
   for (const char* symbol : {"cuEventCreate", kRecord}) {
