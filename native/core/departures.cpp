@@ -15,6 +15,7 @@ constexpr Bytes kFreeAhead = 16_MiB;  // what a plan keeps free for the next req
 // quarter, models that save faster waited behind copies that they did not need.
 constexpr Bytes kNewShare = 5;
 constexpr Bytes kTightShare = 8;  // mapped so near to `high`: in parts of the step's room
+constexpr Bytes kOthers = 16;     // what is not mapped ahead: other streams have requests too
 }  // namespace
 
 void Departures::retained(Record& record) {
@@ -77,16 +78,23 @@ Bytes Departures::over_low() {
 // Nobody knows what will leave in a new step. Once memory is full the link and the pinning thread
 // alone set the pace, so both begin before that: with a part of what was saved. Copies only where
 // `high` was near before, so that hardly anything is left to be mapped beside them: with a copy out
-// under way that takes the driver 30 times as long. A model that stays below half of the room that
-// it has pays for neither.
+// under way that takes the driver 30 times as long. In the first step inside a budget nothing was
+// near: what it lacks is mapped at once when half of its room is in use. A model that stays below
+// that pays for neither, and one that never comes near `high` for that one step's copies. Not where
+// weights come and go: the link has work from the start, and replays gained nothing.
 Bytes Departures::ahead_of_need(const Record& record) {
   if (!d_.plan.is_new() || d_.budget.high <= occupied_before_) {
     return 0;
   }
   const Bytes room = d_.budget.high - occupied_before_;
   const Bytes saved = d_.counters.occupied - std::min(d_.counters.occupied, occupied_before_);
+  const bool half = saved > room / 2;
   const bool tight = fits_under(d_.budget.high, 0, d_.counters.mapped + room / kTightShare);
-  if (tight || saved > room / 2) {
+  if (half && !tight && ahead_for_ != d_.budget.high && d_.weights.standing().bytes() == 0) {
+    ahead_for_ = d_.budget.high;
+    map_ahead_ = d_.budget.high - room / kOthers;
+  }
+  if (tight || half) {
     d_.host.expect(record.bytes(), kNewShare);
   }
   if (!tight) {

@@ -6,6 +6,7 @@
 
 #include <deque>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/ledger.hpp"
@@ -20,6 +21,9 @@ class Departures {
 
   // A pool was entered, with so much in use.
   void begin_step(Bytes occupied) { occupied_before_ = occupied; }
+  // Once, in the first step inside a budget, when half of the step's room is in use: up to where
+  // memory should be mapped now, before copies are under way. Else nothing.
+  Bytes take_map_ahead() { return std::exchange(map_ahead_, 0); }
   // A record was retained. In forward, what the plan expects to leave is copied out at once;
   // without a plan, while memory is short, as much of what is needed last as would bring it down
   // to `low`. In a step that is new, where memory will run short, a part of what was saved before
@@ -57,6 +61,8 @@ class Departures {
   std::uint32_t step_ = 0;         // of which the following are
   std::deque<RecordId> to_leave_;  // planned victims, in the order of their copies
   Bytes occupied_before_ = 0;      // the step
+  Bytes map_ahead_ = 0;            // is due, up to so much
+  Bytes ahead_for_ = 0;            // the last `high` of which it was due
   std::size_t held_back_ = 0;      // planned write-backs that a cap held back
   std::vector<RecordId> staged_;
   Bytes staged_bytes_ = 0;

@@ -56,6 +56,8 @@ class DeviceHeap {
   // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
   // Rounds up to whole pieces where that stays below `spare_ceiling`.
   Status grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ceiling = kUnlimited);
+  // Maps so much in one go, in pieces as for requests of `like`.
+  Status grow_ahead(Arena& arena, Bytes bytes, Bytes like);
   // Step 6, first: a hole for `bytes` where former addresses, whose memory is idle elsewhere, and
   // idle blocks lie side by side. Calls nothing of the driver but waits of streams. Null when there
   // is none.
@@ -112,6 +114,7 @@ class DeviceHeap {
   driver::Result map(Address address, const Piece& piece);
   driver::Result unmap(Address address, Bytes bytes);
   driver::Result set_access(Address address, Bytes bytes);
+  Status map_new(Arena& arena, Block* hole, Bytes bytes, Bytes piece);
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
   void unmap_new(Address address, const std::vector<Piece>& pieces);
   void add_pieces(Arena& arena, Address address, const std::vector<Piece>& pieces);

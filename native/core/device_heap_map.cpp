@@ -146,23 +146,36 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
       !fits_under(counters_.mapped, growth, std::min(ceiling, spare_ceiling))) {
     growth = place.missing;
   }
-  std::vector<Piece> pieces;
-  Address address = place.hole->address;
-  Status status = create_and_map(address, growth, &pieces, piece);
-  if (status == Status::out_of_memory && growth > place.missing) {
-    growth = place.missing;
-    status = create_and_map(address, growth, &pieces, piece);
+  const Status status = map_new(arena, place.hole, growth, piece);
+  return status == Status::out_of_memory && growth > place.missing
+             ? map_new(arena, place.hole, place.missing, piece)
+             : status;
+}
+
+Status DeviceHeap::grow_ahead(Arena& arena, Bytes bytes, Bytes like) {
+  const Bytes growth = bytes / granularity_ * granularity_;
+  Block* hole = arena.holes.first();
+  while (hole != nullptr && hole->size < growth) {
+    hole = hole->bin_next;
   }
-  if (status != Status::ok) {
+  return hole != nullptr && growth > 0 ? map_new(arena, hole, growth, piece_for(like))
+                                       : Status::out_of_memory;
+}
+
+// New memory at the front of a hole.
+Status DeviceHeap::map_new(Arena& arena, Block* hole, Bytes bytes, Bytes piece) {
+  std::vector<Piece> pieces;
+  const Address address = hole->address;
+  if (const Status status = create_and_map(address, bytes, &pieces, piece); status != Status::ok) {
     return status;
   }
-  if (set_access(address, growth) != driver::kSuccess) {
+  if (set_access(address, bytes) != driver::kSuccess) {
     unmap_new(address, pieces);
     return Status::driver_failed;
   }
-  add_mapped(arena, place.hole, growth, Fence{}, 0);
+  add_mapped(arena, hole, bytes, Fence{}, 0);
   add_pieces(arena, address, pieces);
-  counters_.map(growth);
+  counters_.map(bytes);
   ++counters_.grows;
   return Status::ok;
 }

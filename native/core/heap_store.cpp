@@ -105,6 +105,15 @@ Bytes HeapStore::trim(Entry& entry, Bytes target) {
   return d_.room.wait_for_gpu(entry) ? heap_.trim(all ? 0 : target) : 0;
 }
 
+void HeapStore::map_ahead(Entry&, RecordId id, Bytes target) {
+  const Record& record = *d_.ledger.find(id);
+  const Bytes like = record.block->size;
+  Arena* arena = heap_.arena_for(record.stream, like, 0);
+  if (arena != nullptr && d_.counters.mapped < target) {
+    heap_.grow_ahead(*arena, target - d_.counters.mapped, like);
+  }
+}
+
 Status HeapStore::add_peer(int device) {
   driver::Context context = nullptr;
   const Status status = heap_.add_peer(device);

@@ -38,6 +38,7 @@ class HeapStore final : public Store {
   bool begin_step(Bytes target) override;
   Bytes in_use() const override;
   Bytes trim(Entry& entry, Bytes target) override;
+  void map_ahead(Entry& entry, RecordId record, Bytes target) override;
   Status add_peer(int device) override;
   bool tells_of_captures() const override { return true; }
   bool knows_all_users() const override { return true; }

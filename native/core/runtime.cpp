@@ -91,9 +91,17 @@ Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, 
     return {Refusal::small, {}, 0, Books::made_in(*block, inside), false, block->size};
   }
   try {
-    return tagged(block, data, first, last, made, inside);
+    const Saved saved = tagged(block, data, first, last, made, inside);
+    map_ahead(entry, saved.record);
+    return saved;
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
+  }
+}
+
+void Runtime::map_ahead(Entry& entry, RecordId record) {
+  if (const Bytes target = d_.departures.take_map_ahead(); target > 0) {
+    d_.store->map_ahead(entry, record, target);
   }
 }
 
@@ -359,6 +367,7 @@ Saved Runtime::save_held(const HeldStorage& held, driver::Stream stream, Address
   saved.took_reference = fresh;
   try {
     torch_->saved(entry, *block->record, stream, fresh);
+    map_ahead(entry, saved.record);
     if (d_.debug.evict_everything) {
       d_.room.evict_all(entry);
     }

@@ -239,6 +239,7 @@ class Runtime {
   Runtime(const driver::Table& table, int device, driver::Context context, Bytes device_bytes,
           Bytes granularity, const LaneStreams& lanes);
 
+  void map_ahead(Entry& entry, RecordId record);
   Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);

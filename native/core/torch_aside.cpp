@@ -122,15 +122,40 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
     const bool last = &one == &owners.back();
     const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
     const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
-    HeldStorage held;
-    if (whole > 0 && serves_here(one.owner) &&
-        held_.side().make(d_.number, whole, one.owner.stream, true, &held)) {
-      held_.side().drop(held.storage);
+    if (whole > 0 && map_free(whole, one.owner)) {
       released -= std::min(released, whole);
     }
   }
   cache_.forget_request(peak);
   return released;
+}
+
+// So much free memory for one owner. Without the lock.
+bool TorchStore::map_free(Bytes bytes, const CacheMap::Owner& owner) {
+  HeldStorage held;
+  const bool made =
+      serves_here(owner) && held_.side().make(d_.number, bytes, owner.stream, true, &held);
+  if (made) {
+    held_.side().drop(held.storage);
+  }
+  return made;
+}
+
+// torch maps the pages of an expandable segment one at a time. Without such segments each request
+// gets one of its own, and nothing is to be gained.
+void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
+  const std::optional<CacheMap::Owner> owner = cache_.owner_of(d_.ledger.find(id)->block->address);
+  refresh();
+  const Bytes there = d_.counters.mapped + room_for_small();
+  const Bytes whole = (target - std::min(target, there)) / CacheMap::kPage * CacheMap::kPage;
+  if (held_.side().triggers == 0 || whole == 0 || !owner || cache_.pages().empty()) {
+    return;
+  }
+  const Bytes peak = cache_.usage().allocated_peak;
+  const Unlocked unlocked(entry);
+  if (map_free(whole, *owner)) {
+    cache_.forget_request(peak);
+  }
 }
 
 }  // namespace stagehand::core

@@ -74,6 +74,7 @@ class TorchStore final : public Store {
   void end_step() override;
   Bytes in_use() const override { return cache_.usage().allocated; }
   Bytes trim(Entry& entry, Bytes target) override;
+  void map_ahead(Entry& entry, RecordId record, Bytes target) override;
   Status add_peer(int device) override { return segments_.add_peer(device); }
   bool tells_of_captures() const override { return false; }
   bool knows_all_users() const override { return false; }  // record_stream is torch's own
@@ -133,6 +134,7 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   Bytes map_whole(Entry& entry, Bytes target);
+  bool map_free(Bytes bytes, const CacheMap::Owner& owner);
 
   Device& d_;
   CacheMap& cache_;  // has a lock of its own

@@ -116,12 +116,13 @@ class FirstSteps {
   }
   // As where the pool is made well before the first step, and a step without it came in between.
   void warm_up() {
-    pinner_.finish();
+    finish_pinning();
     plain_ = true;
     step();
     drop_rest();
     plain_ = false;
   }
+  // As where the pool is made well before the first step, which is the process's first.
   void finish_pinning() { pinner_.finish(); }
   void set(Bytes high, Bytes low) { high_ = high, low_ = low; }
   Bytes start() const { return start_; }
