@@ -249,8 +249,10 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
   const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
     see_leaf(runtime, tensor);
-    const bool as_it_is = seen.leaf && seen.kind != core::SeenTensor::view_of_leaf;
-    return pass(as_it_is ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
+    if (seen.kind == core::SeenTensor::view_of_leaf) {  // each linear layer saves one
+      return pass(torch.detached_plain(object), Reason::view_of_leaf);
+    }
+    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
   }
   Handle handle;
   handle.geometry.set(seen);
