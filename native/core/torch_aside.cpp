@@ -144,11 +144,15 @@ bool TorchStore::map_free(Bytes bytes, const CacheMap::Owner& owner) {
 // torch maps the pages of an expandable segment one at a time. Without such segments each request
 // gets one of its own, and nothing is to be gained.
 void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
-  const std::optional<CacheMap::Owner> owner = cache_.owner_of(d_.ledger.find(id)->block->address);
+  const Record* record = d_.ledger.find(id);
+  if (held_.side().triggers == 0 || record == nullptr || record->block == nullptr) {
+    return;
+  }
+  const std::optional<CacheMap::Owner> owner = cache_.owner_of(record->block->address);
   refresh();
   const Bytes there = d_.counters.mapped + room_for_small();
   const Bytes whole = (target - std::min(target, there)) / CacheMap::kPage * CacheMap::kPage;
-  if (held_.side().triggers == 0 || whole == 0 || !owner || cache_.pages().empty()) {
+  if (whole == 0 || !owner || cache_.pages().empty()) {
     return;
   }
   const Bytes peak = cache_.usage().allocated_peak;

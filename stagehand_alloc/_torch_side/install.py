@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,17 @@ def allocator() -> _CUDAAllocator:
 def require_torch(torch: Any) -> None:
     """Raises TorchTooOldError for one that has no way in for us."""
     version = str(torch.__version__)
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST_TORCH:
+    if _numbers(version) < OLDEST_TORCH:
         raise TorchTooOldError(
             f"This torch is {version}; stagehand_alloc needs {'.'.join(map(str, OLDEST_TORCH))} or "
             "later.",
             "Install a newer torch, or leave out stagehand_alloc.pool().",
         )
+
+
+@functools.cache  # asked at each entry of a pool
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def is_installed() -> bool:
