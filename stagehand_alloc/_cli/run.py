@@ -7,6 +7,7 @@ saves outside of its models, such as of a loss, is outside of the pool.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import runpy
 import sys
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _not_found(error: ImportError) -> bool:
-    """Whether runpy found no such module: nothing of anybody's ran."""
+    """Whether runpy found no such module: no more ran than the packages that it would be in."""
     of_runpy = runpy.run_module.__code__.co_filename
     _, *frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and all(frame.filename == of_runpy for frame in frames)
@@ -104,11 +105,14 @@ def _begin(options: argparse.Namespace) -> Pool:
         limit=_given(options.limit),
         mode=options.mode,
         recompute=None if options.recompute is None else _RECOMPUTE[options.recompute],
-        # Of this folder, whichever the script goes to.
+        # An empty name is that of this folder, and refused as such.
         telemetry=None if options.telemetry is None else os.path.abspath(options.telemetry),
     )
     if (path := pool._config.telemetry_path) is not None:
-        _telemetry.writer_of(path)  # raises now, and not once the script has loaded its model
+        # Of this folder, whichever the script goes to: the environment may have named it.
+        absolute = os.path.abspath(path)
+        pool._config = dataclasses.replace(pool._config, telemetry=absolute)
+        _telemetry.writer_of(absolute)  # raises now, and not once the script has loaded its model
     if pool._mode_asked == "allocator":  # or the environment asks for it
         import torch
 

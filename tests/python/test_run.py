@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -38,10 +39,13 @@ with testing.simulated_gpu(memory="256MiB", seed=1):
 """
 
 
-def run(*arguments: str, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, cwd: pathlib.Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
+    env = {**os.environ, **variables}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=env
     )
 
 
@@ -88,12 +92,21 @@ def test_a_script_that_fails_before_it_trains_has_the_last_word(tmp_path: pathli
     assert done.stderr.strip().endswith("mine")
 
 
-def test_telemetry_goes_to_the_folder_that_run_was_started_in(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        (("--telemetry", "steps.jsonl"), {}),
+        ((), {"STAGEHAND_ALLOC_TELEMETRY": "steps.jsonl"}),
+    ],
+)
+def test_telemetry_goes_to_the_folder_that_run_was_started_in(
+    tmp_path: pathlib.Path, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
     script, elsewhere = tmp_path / "moves.py", tmp_path / "elsewhere"
     elsewhere.mkdir()
     script.write_text(f"import os; os.chdir({str(elsewhere)!r})\n{SCRIPT}")
-    options = ("--high", "64MiB", "--telemetry", "steps.jsonl")
-    done = run("-m", "stagehand_alloc", "run", *options, str(script), cwd=tmp_path)
+    command = ("-m", "stagehand_alloc", "run", "--high", "64MiB", *options, str(script))
+    done = run(*command, cwd=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 3
     assert not list(elsewhere.iterdir())
@@ -164,6 +177,7 @@ def test_a_module_that_imports_what_is_not_there_shows_where(tmp_path: pathlib.P
         (["--high", "0.5", "--low", "0.8", __file__], "low is 80%, above high, 50%"),
         (["nowhere.py"], "no file nowhere.py"),
         (["--telemetry", "no/steps.jsonl", __file__], "no/steps.jsonl cannot be written"),
+        (["--telemetry", "", __file__], "cannot be written: Is a directory"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_words(arguments: list[str], told: str) -> None:
