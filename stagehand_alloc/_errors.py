@@ -109,4 +109,7 @@ class CompilerError(SimulatorError):
 
 def in_one_line(error: BaseException) -> str:
     """What somebody else's error says, without its line breaks; its name where it says nothing."""
-    return " ".join(str(error).splitlines()) or type(error).__name__
+    try:
+        return " ".join(str(error).splitlines()) or type(error).__name__
+    except Exception:  # of its own __str__
+        return type(error).__name__

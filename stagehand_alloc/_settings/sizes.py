@@ -112,8 +112,10 @@ def shown(value: object) -> str:
     """``value`` for an error: whatever it is, no longer than a line."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more digits than Python writes
-        return f"a number of {int(value).bit_length()} bits" if isinstance(value, int) else "?"
+    except Exception:  # of its own __repr__, or an int of more digits than Python writes
+        if isinstance(value, int):
+            return f"a number of {int(value).bit_length()} bits"
+        return type(value).__name__
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 

@@ -644,13 +644,28 @@ def _nested(inner: Pool, outer: Pool) -> NestedPoolError:
 
 
 def _failed_text(listener: Listener, error: Exception, step: StepStats) -> str:
-    name = getattr(listener, "__qualname__", None) or shown(listener)
-    at = traceback.extract_tb(error.__traceback__)[-1]
+    """Raises nothing, whatever the listener and its error are."""
     return (
-        f"on_step={name} raised {type(error).__name__}: {in_one_line(error)} "
-        f"({at.filename}, line {at.lineno}) at the end of step {step.step}. Training goes on.\n"
+        f"on_step={_name_of(listener)} raised {type(error).__name__}: {in_one_line(error)} "
+        f"{_place_of(error)}at the end of step {step.step}. Training goes on.\n"
         "Mend it and make another pool: this one does not call it again."
     )
+
+
+def _name_of(listener: Listener) -> str:
+    try:
+        return str(listener.__qualname__)
+    except Exception:  # it has none, or its class raises where it is asked
+        return shown(listener)
+
+
+def _place_of(error: Exception) -> str:
+    """Where it was raised; nothing where that is this file, which called something of C's."""
+    ours, place = _place_of.__code__.co_filename, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        place = "" if file == ours else f"({file}, line {line}) "
+    return place
 
 
 def _shown(size: Size | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -339,6 +340,41 @@ def test_training_goes_on_where_a_listener_raises_which_one_warning_says() -> No
     step(pool)
     assert pool.step_stats()["step"] == 3
     assert called == [1]
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Nameless:
+    def __call__(self, _: StepStats) -> None:
+        raise UnspeakableError
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_training_goes_on_where_neither_a_listener_nor_its_error_can_be_printed() -> None:
+    pool = stagehand_alloc.pool(on_step=Nameless())
+    step(pool)
+    with pytest.warns(StagehandWarning, match="on_step=Nameless raised UnspeakableError: Unspeak"):
+        step(pool)
+    assert pool.step_stats()["step"] == 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_of_a_listener_in_c_that_raises_no_line_of_ours_is_named() -> None:
+    of_c: Any = operator.itemgetter("step")
+    pool = stagehand_alloc.pool(on_step=of_c)
+    step(pool)
+    with pytest.warns(StagehandWarning, match="raised TypeError") as told:
+        step(pool)
+    assert "pool.py" not in str(told[0].message)
 
 
 @pytest.mark.usefixtures("gpu")
