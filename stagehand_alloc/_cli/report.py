@@ -95,7 +95,7 @@ def _page_path(options: argparse.Namespace) -> Path:
             "Name another file with --html.",
         )
     if options.html is not None:
-        require_writable("page", path)
+        require_writable("page", options.html)  # a Path has no separator at its end
     return path
 
 

@@ -116,6 +116,9 @@ def test_a_page_that_cannot_be_written_is_told_before_the_files_are_read(
     assert f"There is no folder {tmp_path / 'no'}." in printed.err
     assert main(["report", str(path), "--html", str(tmp_path)]) == 2
     assert "It is a folder." in capsys.readouterr().err
+    for name in ("", f"{tmp_path}/new/"):
+        assert main(["report", str(path), "--html", name]) == 2
+        assert "It names no file." in capsys.readouterr().err
 
 
 def test_the_page_takes_no_telemetry_s_place(

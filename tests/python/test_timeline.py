@@ -114,10 +114,22 @@ def test_a_path_that_cannot_be_written_is_told_before_anything_is_noted(
     for path in (tmp_path / "no" / "trace.json", tmp_path):
         with pytest.raises(TelemetryError, match="cannot be written"):
             stagehand_alloc.timeline(path)
+    for name in ("", f"{tmp_path}/new/", f"{tmp_path}/new/."):
+        with pytest.raises(TelemetryError, match="cannot be written: It names no file"):
+            stagehand_alloc.timeline(name)
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # root may write
     with pytest.raises(TelemetryError, match="Permission denied"):
         stagehand_alloc.timeline(tmp_path / "trace.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_to_where_nothing_can_be_written_is_told_at_once(tmp_path: Path) -> None:
+    link, there = tmp_path / "trace.json", tmp_path / "there"
+    link.symlink_to(there / "trace.json")
+    with pytest.raises(TelemetryError, match=f"There is no folder {there}"):
+        stagehand_alloc.timeline(link)
+    there.mkdir()
+    stagehand_alloc.timeline(link)
 
 
 def test_a_copy_says_its_rate_and_how_long_it_was_queued() -> None:
