@@ -2,8 +2,8 @@
 
     python benchmarks/people_example.py examples/plain_loop.py OUT.json [--plain]
 
---plain: as it would be without our line: no pool is entered. Every loss that backward is called of
-is digested, and every gradient and weight after each step of an optimizer.
+--plain: as it would be without our line: no pool is entered, and nothing offloaded. Every loss that
+backward is called of is digested, and every gradient and weight after each step of an optimizer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Watch:
         moved = 0
         for pool in self.pools:
             stats = pool.stats()
-            moved += stats.evicted_bytes + stats.dropped_bytes
+            moved += stats.evicted_bytes + stats.dropped_bytes + stats.weights_written_bytes
         return {
             "losses": self.losses,
             "steps": self.steps,
@@ -62,11 +62,14 @@ def bits(tensors: list[Any]) -> str:
     """A digest, made on the host: on a simulated GPU it must take none of the budget's memory."""
     import torch
 
+    import stagehand_alloc
+
     found = hashlib.sha256()
     for tensor in tensors:
         own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP2's shard
-        host = own.detach().cpu().contiguous().reshape(-1)
-        found.update(host.view(torch.uint8).numpy())
+        with stagehand_alloc.resident(tensor):  # which may be an offloaded weight
+            host = own.detach().cpu().contiguous().reshape(-1)
+            found.update(host.view(torch.uint8).numpy())
     return found.hexdigest()
 
 
@@ -79,6 +82,7 @@ def main() -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    import stagehand_alloc
     from stagehand_alloc import Pool
 
     torch.use_deterministic_algorithms(True)
@@ -92,6 +96,8 @@ def main() -> None:
     if options.plain:
         changed.__enter__ = lambda pool: pool
         changed.__exit__ = lambda pool, *_: None
+        for name in ("offload", "offload_optimizer"):
+            setattr(stagehand_alloc, name, lambda one, **_: one)
     else:
         enter = Pool.__enter__
 

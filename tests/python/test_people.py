@@ -41,6 +41,20 @@ def test_an_example_is_compared_with_itself_without_our_line(tmp_path: pathlib.P
     assert len(found["raw"]["stacks"]["plain_loop"]["plain"]["steps"]) == 5
 
 
+def test_an_example_whose_weights_leave_is_compared_with_one_whose_stay(
+    tmp_path: pathlib.Path,
+) -> None:
+    out = tmp_path / "people.json"
+    assert "full_finetune" in people_stacks.names()
+    chosen = ("--only", "stacks", "--examples", "full_finetune")
+    done = run("--simulated", *chosen, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    of = "examples/full_finetune.py: losses, gradients and weights as without our line"
+    assert of in [row["claim"] for row in rows]
+    assert all(row.get("holds", True) for row in rows)
+
+
 def test_a_second_call_replaces_its_own_rows_and_leaves_the_others() -> None:
     raw: dict[str, Any] = {"advise": {"gpt": 1, "vit": 2}, "stacks": {"x": 3}}
     old = {"rows": [{"claim": "a", "value": 1}, {"claim": "b", "value": 2}], "raw": raw}
