@@ -20,7 +20,10 @@ class Departures {
   explicit Departures(Device& device) : d_(device) {}
 
   // A pool was entered, with so much in use.
-  void begin_step(Bytes occupied) { occupied_before_ = occupied; }
+  void begin_step(Bytes occupied) {
+    occupied_before_ = occupied;
+    map_ahead_ = 0;  // of another budget
+  }
   // Once, in the first step inside a budget, when half of the step's room is in use: up to where
   // memory should be mapped now, before copies are under way. Else nothing.
   Bytes take_map_ahead() { return std::exchange(map_ahead_, 0); }

@@ -106,11 +106,14 @@ Bytes HeapStore::trim(Entry& entry, Bytes target) {
 }
 
 void HeapStore::map_ahead(Entry&, RecordId id, Bytes target) {
+  constexpr Bytes kRequests = 32;  // in 8 to 16 pieces each
   const Record& record = *d_.ledger.find(id);
-  const Bytes like = record.block->size;
+  const Bytes growth = target - std::min(target, d_.counters.mapped);
+  // Whatever was saved now: what is large takes most of it, and the small ones' arena is no place.
+  const Bytes like = std::max({record.block->size, growth / kRequests, kSmallLimit + 1});
   Arena* arena = heap_.arena_for(record.stream, like, 0);
-  if (arena != nullptr && d_.counters.mapped < target) {
-    heap_.grow_ahead(*arena, target - d_.counters.mapped, like);
+  if (arena != nullptr) {
+    heap_.grow_ahead(*arena, growth, like);
   }
 }
 

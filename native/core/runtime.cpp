@@ -90,18 +90,31 @@ Saved Runtime::save(Address data, Address first, Address last, bool may_ignore, 
   if (may_ignore && block->record == nullptr && d_.books.ignore(block->size)) {
     return {Refusal::small, {}, 0, Books::made_in(*block, inside), false, block->size};
   }
+  Saved saved;
   try {
-    const Saved saved = tagged(block, data, first, last, made, inside);
-    map_ahead(entry, saved.record);
-    return saved;
+    saved = tagged(block, data, first, last, made, inside);
   } catch (const std::bad_alloc&) {
     return {Refusal::no_memory, {}};
   }
+  map_ahead(entry, saved.record);
+  return saved;
 }
 
+// Never above what the budget is by now, nor more than the driver has.
 void Runtime::map_ahead(Entry& entry, RecordId record) {
-  if (const Bytes target = d_.departures.take_map_ahead(); target > 0) {
+  const Bytes wanted = d_.departures.take_map_ahead();
+  std::size_t driver_free = 0;
+  std::size_t total = 0;
+  if (wanted == 0 || d_.gate->mem_get_info(&driver_free, &total) != driver::kSuccess) {
+    return;
+  }
+  const Bytes target = std::min({wanted, d_.budget.high, d_.budget.limit});
+  if (!fits_under(0, target - std::min(target, d_.counters.mapped), driver_free)) {
+    return;
+  }
+  try {
     d_.store->map_ahead(entry, record, target);
+  } catch (const std::bad_alloc&) {  // it comes as it is asked for
   }
 }
 

@@ -172,6 +172,7 @@ bool Runtime::configure_pinned(const SizeClasses& classes, Bytes host_limit,
       return false;
     }
   }
+  d_.clocks.events.fill();  // before memory is pinned, beside which that takes long
   d_.host.configure(classes, host_limit, options);
   const Unlocked unlocked(entry);
   d_.host.unpin(chunks);

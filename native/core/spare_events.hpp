@@ -1,6 +1,6 @@
 // Events that nobody uses now. The driver takes the host up to half a millisecond to make one while
 // memory is pinned or mapped beside it: a cold first step on an H200 spent 480 ms there. So what a
-// step needs is made as the first pool is entered.
+// step needs is made before that.
 //
 // Guarded by the device's lock. Of the device's own context: who needs one of another makes it.
 #pragma once

@@ -78,8 +78,12 @@ Status StreamClock::record(Tick* tick) {
   }
   bool recorded = ring_[slot] != nullptr;
   if (recorded && driver.event_record(ring_[slot], stream_) != driver::kSuccess) {
-    driver.event_destroy(ring_[slot]);  // it may be of another context: the next try makes another
-    ring_[slot] = nullptr;
+    const driver::Event event = std::exchange(ring_[slot], nullptr);
+    if (foreign) {
+      driver.event_destroy(event);  // it may be of another context: the next try makes another
+    } else {
+      spare_.push_back(event);  // somebody may still wait for what it stood for
+    }
     recorded = false;
   }
   if (foreign) {
@@ -95,40 +99,57 @@ Status StreamClock::record(Tick* tick) {
   return Status::ok;
 }
 
-// One to record. Of what this stream has passed nobody needs an event any more.
+// One to record. Of what this stream has passed nobody needs an event any more: it serves any
+// stream, since who still waits for it then waits too long at most.
 driver::Event StreamClock::spare() {
-  if (context_ != nullptr) {
-    driver::Event event = nullptr;
-    give_up_passed();
-    if (!foreign_spare_.empty()) {
-      event = foreign_spare_.back();
-      foreign_spare_.pop_back();
-    } else if (gate_->event_create(&event, driver::kEventDisableTiming) != driver::kSuccess) {
-      return nullptr;
-    }
+  give_up_passed();
+  if (!spare_.empty()) {
+    const driver::Event event = spare_.back();
+    spare_.pop_back();
     return event;
   }
-  give_up_passed();
-  return events_.take(SpareEvents::Kind::order);
+  if (context_ == nullptr) {
+    return events_.take(SpareEvents::Kind::order);
+  }
+  driver::Event event = nullptr;
+  const bool made = gate_->event_create(&event, driver::kEventDisableTiming) == driver::kSuccess;
+  return made ? event : nullptr;
 }
 
 void StreamClock::give_up(Seq seq) {
-  driver::Event& event = ring_[seq % kRing];
+  const driver::Event event = std::exchange(ring_[seq % kRing], nullptr);
   if (event == nullptr) {
     return;
   }
-  if (context_ != nullptr) {
-    foreign_spare_.push_back(event);
-  } else {
+  if (context_ == nullptr && seq <= passed_) {
     events_.give(SpareEvents::Kind::order, event);
+  } else {
+    spare_.push_back(event);
   }
-  event = nullptr;
 }
 
 void StreamClock::give_up_passed() {
   for (kept_ = std::max(kept_, oldest()); kept_ <= passed_ && kept_ < next_; ++kept_) {
     give_up(kept_);
   }
+}
+
+// All that was recorded is past.
+void StreamClock::move_to(driver::Stream stream, driver::Context context) {
+  give_up_passed();
+  for (driver::Event event : spare_) {
+    if (context_ == nullptr) {
+      events_.give(SpareEvents::Kind::order, event);
+    } else {
+      gate_->event_destroy(event);  // nobody says of which context the next ones are
+    }
+  }
+  spare_.clear();
+  ring_.clear();
+  stream_ = stream;
+  context_ = context;
+  captured_turn_ = 0;
+  waited_.clear();  // what the old stream waited for, the new one has not
 }
 
 void StreamClock::note_work(Bytes bytes) {
@@ -191,7 +212,9 @@ Seq StreamClock::mark() {
   if (ring_.size() <= slot) {
     ring_.resize(slot + 1, nullptr);
   }
-  give_up(next_);
+  if (next_ > kRing) {
+    give_up(next_ - kRing);  // the slot's
+  }
   named_ = false;
   return next_++;
 }
@@ -231,12 +254,7 @@ StreamClock& ClockBank::of(driver::Stream stream, driver::Context context) {
     context = foreign_context(stream);
   }
   if (StreamClock* old = reusable(); old != nullptr) {
-    old->give_up_passed();  // all of them, to where its context's are kept
-    old->ring_.clear();
-    old->stream_ = stream;
-    old->context_ = context;
-    old->captured_turn_ = 0;
-    old->waited_.clear();  // what the old stream waited for, the new one has not
+    old->move_to(stream, context);
     return *old;
   }
   return clocks_.emplace_back(gate_, events, captures_, stream,

@@ -132,6 +132,7 @@ class StreamClock {
   driver::Event spare();
   void give_up(Seq seq);
   void give_up_passed();
+  void move_to(driver::Stream stream, driver::Context context);
 
   Gate& gate_;
   SpareEvents& events_;
@@ -151,7 +152,7 @@ class StreamClock {
   std::uint32_t holders_ = 0;        // arenas, lanes, held blocks and users that rely on this clock
   std::vector<driver::Event> ring_;  // null where a mark took the number, or it has passed
   Seq kept_ = 1;                     // before it all that have passed were given up
-  std::vector<driver::Event> foreign_spare_;  // of another context
+  std::vector<driver::Event> spare_;  // of another context, or given up before they had passed
   std::vector<Seq> waited_;
 };
 

@@ -142,6 +142,59 @@ TEST("memory that cannot be mapped ahead comes as it is asked for, and nothing i
   }
 }
 
+TEST("what was to be mapped ahead in one budget is not mapped in the next, nor above a limit") {
+  for (const bool next : {false, true}) {
+    CoreRig rig({.memory = 1_GiB, .classes = {{1_MiB}, {64}}});
+    const driver::Stream s = rig.stream();
+    rig.budget(512_MiB, 512_MiB);
+    std::vector<Held> held{rig.retain(300_MiB, s)};  // the last that the step saves
+    if (next) {
+      rig.back_all(held, s);
+      rig.runtime->clear_budget();
+      rig.runtime->trim(0);
+      rig.budget(64_MiB, 64_MiB);
+    } else {
+      rig.runtime->set_limit(330_MiB);
+    }
+    held.push_back(rig.retain(4_MiB, s));
+    CHECK(rig.counters().mapped <= (next ? 64_MiB : 330_MiB));
+    rig.back_all(held, s);
+    rig.verify_empty();
+  }
+}
+
+TEST("nothing is mapped ahead that the driver does not have") {
+  CoreRig rig({.memory = 160_MiB, .classes = {{1_MiB}, {64}}});
+  const driver::Stream s = rig.stream();
+  driver::PhysicalHandle others{};
+  const driver::AllocationProp prop;
+  CHECK_EQ(rig.driver.mem_create(&others, 60_MiB, &prop, 0), driver::kSuccess);
+  rig.budget(128_MiB, 128_MiB);
+  std::vector<Held> held = rig.retain_many(34, 2_MiB, s);
+  CHECK_EQ(rig.counters().mapped, 68_MiB);
+  rig.driver.mem_release(others);
+  rig.back_all(held, s);
+  rig.verify_empty();
+}
+
+TEST("whatever is saved as half of the room is in use, large requests find what is mapped") {
+  for (const Bytes last : {2_MiB, Bytes{96} << 10}) {
+    CoreRig rig({.memory = 1_GiB, .classes = {{1_MiB}, {256}}});
+    const driver::Stream s = rig.stream();
+    rig.budget(512_MiB, 512_MiB);
+    std::vector<Held> held = rig.retain_many(129, 2_MiB, s);
+    held.push_back(rig.retain(last, s));
+    CHECK(rig.counters().mapped >= 480_MiB);
+    const std::uint64_t calls = rig.counters().map_calls;
+    for (int i = 0; i < 60; ++i) {
+      held.push_back(rig.retain(2_MiB, s));
+    }
+    CHECK_EQ(rig.counters().map_calls, calls);
+    rig.back_all(held, s);
+    rig.verify_empty();
+  }
+}
+
 TEST("torch's cache: likewise, in one piece that torch then cuts") {
   HandPinner pinner;
   HeldRig rig({.memory = 4_GiB, .classes = {{16_MiB}, {64}}, .ahead = true});

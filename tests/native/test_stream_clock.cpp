@@ -229,6 +229,69 @@ TEST("O4: an event that cannot be made or recorded is no tick, and the next one 
   }
 }
 
+TEST("a stream whose events cannot be recorded takes none from the others") {
+  Clocks clocks;
+  clocks.bank.events.fill();
+  const std::uint64_t destroyed = Clocks::calls("cuEventDestroy");
+  stagehand_sim_fail(kRecord, 1, 3000, 2);
+  Tick tick;
+  for (int i = 0; i < 3000; ++i) {
+    CHECK_EQ(clocks.a.record(&tick), Status::driver_failed);
+  }
+  for (int i = 0; i < 1000; ++i) {
+    CHECK_EQ(clocks.b.record(&tick), Status::ok);
+  }
+  CHECK_EQ(clocks.bank.events.late(), 0);
+  CHECK_EQ(Clocks::calls("cuEventDestroy"), destroyed);  // somebody may wait for one
+}
+
+TEST("an event that has not passed serves no other stream") {
+  Clocks clocks;
+  Tick tick;
+  clocks.a.record(&tick);
+  driver::Event event = nullptr;
+  Seq actual = 0;
+  CHECK_EQ(clocks.a.event_for(tick.seq, &event, &actual), Status::ok);
+  for (int i = 0; i < 2048; ++i) {
+    clocks.a.mark();  // its slot goes to another number
+  }
+  clocks.b.record(&tick);
+  driver::Event other = nullptr;
+  CHECK_EQ(clocks.b.event_for(tick.seq, &other, &actual), Status::ok);
+  CHECK(other != event);
+  stagehand_sim_drain();
+}
+
+TEST("a clock that serves a stream of another context records events of that one") {
+  test::CoreRig rig({.devices = 3});
+  stagehand_sim_progress(0);
+  Gate gate{rig.driver};
+  ClockBank bank{gate};
+  std::array<driver::Context, 2> contexts{};
+  std::array<driver::Stream, 2> streams{};
+  for (int i = 0; i < 2; ++i) {
+    rig.driver.primary_ctx_retain(&contexts[i], i + 1);
+    rig.driver.ctx_push_current(contexts[i]);
+    streams[i] = rig.stream();
+    driver::Context popped = nullptr;
+    rig.driver.ctx_pop_current(&popped);
+  }
+  StreamClock& clock = bank.of(streams[0], contexts[0]);
+  Tick tick;
+  for (int i = 0; i < 10; ++i) {
+    CHECK_EQ(clock.record(&tick), Status::ok);
+  }
+  stagehand_sim_drain();
+  while (bank.size() < 16) {
+    bank.hold(bank.of(rig.stream()));
+  }
+  CHECK(&bank.of(streams[1], contexts[1]) == &clock);
+  for (int i = 0; i < 12; ++i) {
+    CHECK_EQ(clock.record(&tick), Status::ok);
+  }
+  stagehand_sim_drain();
+}
+
 TEST("O4: a wait that the driver refuses is not remembered as queued") {
   Clocks clocks;
   Tick tick;
