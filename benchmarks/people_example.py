@@ -73,6 +73,14 @@ def bits(tensors: list[Any]) -> str:
     return found.hexdigest()
 
 
+def on_the_device(one: Any, **_: Any) -> Any:
+    """A model as `offload` would have it used: whole, where the training is."""
+    import torch
+
+    gpu = isinstance(one, torch.nn.Module) and torch.cuda.is_available()
+    return one.to("cuda") if gpu else one
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("example", type=pathlib.Path)
@@ -97,7 +105,7 @@ def main() -> None:
         changed.__enter__ = lambda pool: pool
         changed.__exit__ = lambda pool, *_: None
         for name in ("offload", "offload_optimizer"):
-            setattr(stagehand_alloc, name, lambda one, **_: one)
+            setattr(stagehand_alloc, name, on_the_device)
     else:
         enter = Pool.__enter__
 
