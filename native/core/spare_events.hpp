@@ -55,7 +55,7 @@ class SpareEvents {
  private:
   // What 500 records and their copies name before the GPU has come to the first of them: all that
   // the recorded steps of tests/native/traces need at half of their activations.
-  static constexpr std::size_t count(Kind kind) { return kind == Kind::order ? 2048 : 1280; }
+  static constexpr std::size_t count(Kind kind) { return kind == Kind::order ? 3072 : 1280; }
 
   std::vector<driver::Event>& of(Kind kind) { return spare_[static_cast<std::size_t>(kind)]; }
   driver::Event make(Kind kind) {

@@ -109,11 +109,27 @@ driver::Event StreamClock::spare() {
     return event;
   }
   if (context_ == nullptr) {
+    if (events_.empty(SpareEvents::Kind::order)) {
+      look_back();
+      give_up_passed();
+    }
     return events_.take(SpareEvents::Kind::order);
   }
   driver::Event event = nullptr;
   const bool made = gate_->event_create(&event, driver::kEventDisableTiming) == driver::kSuccess;
   return made ? event : nullptr;
+}
+
+// Whether the older part of what is kept has passed. `passed` is not asked: what it finds not to
+// have passed it takes for so in all of this call.
+void StreamClock::look_back() {
+  for (const Seq part : {2, 16}) {
+    const Seq seq = with_event(kept_ + (next_ - kept_) / part);
+    if (seq < next_ && gate_->event_query(ring_[seq % kRing]) == driver::kSuccess) {
+      passed_ = std::max(passed_, seq);
+      return;
+    }
+  }
 }
 
 void StreamClock::give_up(Seq seq) {

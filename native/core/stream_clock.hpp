@@ -132,6 +132,7 @@ class StreamClock {
   driver::Event spare();
   void give_up(Seq seq);
   void give_up_passed();
+  void look_back();
   void move_to(driver::Stream stream, driver::Context context);
 
   Gate& gate_;

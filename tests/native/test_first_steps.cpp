@@ -58,6 +58,22 @@ TEST("ViT: what the link does not carry in forward is all that a first step wait
   expect_at_most<HeldSide>("vit.txt", {{0.85, 130, 135}, {0.75, 120, 120}});
 }
 
+TEST("no step of many makes events: those of what has passed serve again") {
+  for (const char* trace : {"fsdp2.txt", "llama.txt", "pipeline.txt"}) {
+    FirstSteps<HeapSide> plain(trace);
+    plain.measure();
+    FirstSteps<HeapSide> steps(trace);
+    steps.finish_pinning();
+    const Bytes activations = plain.peak() - plain.start();
+    const Bytes high = plain.start() + activations / 4 * 3;
+    steps.set(high, high - activations / 10);
+    for (int i = 0; i < 12; ++i) {
+      CHECK_EQ(steps.step().events_made, 0);
+    }
+    steps.verify();
+  }
+}
+
 TEST("FSDP2: memory of several streams in a first step") {
   expect_at_most<HeapSide>("fsdp2.txt", {{0.75, 110, 115}});
   expect_at_most<HeldSide>("fsdp2.txt", {{0.75, 110, 110}});

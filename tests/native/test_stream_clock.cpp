@@ -205,7 +205,7 @@ TEST("what a step needs was made as the first pool was entered; what comes on to
   const std::uint64_t before = Clocks::calls("cuEventCreate");
   clocks.bank.events.fill();
   Tick tick;
-  for (int i = 0; i < 1024; ++i) {
+  for (int i = 0; i < 1536; ++i) {
     clocks.a.record(&tick);
     clocks.b.record(&tick);
   }
@@ -213,6 +213,23 @@ TEST("what a step needs was made as the first pool was entered; what comes on to
   CHECK_EQ(clocks.bank.events.late(), 0);
   clocks.a.record(&tick);
   CHECK_EQ(clocks.bank.events.late(), 1);
+}
+
+TEST("where none is left, what has passed is looked for before another is made") {
+  Clocks clocks;
+  clocks.bank.events.fill();
+  Tick tick;
+  for (int round = 0; round < 20; ++round) {
+    for (int i = 0; i < 1000; ++i) {
+      clocks.a.record(&tick);  // and nobody asks how far the stream is
+    }
+    stagehand_sim_drain();
+    for (int i = 0; i < 1000; ++i) {
+      clocks.b.record(&tick);
+    }
+    stagehand_sim_drain();
+  }
+  CHECK_EQ(clocks.bank.events.late(), 0);
 }
 
 TEST("O4: an event that cannot be made or recorded is no tick, and the next one is whole") {
