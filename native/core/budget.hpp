@@ -17,4 +17,7 @@ constexpr bool fits_under(Bytes mapped, Bytes growth, Bytes ceiling) {
   return growth <= ceiling && mapped <= ceiling - growth;
 }
 
+// What of so much one stream's memory takes in one piece: the others have requests, too.
+constexpr Bytes but_for_others(Bytes bytes) { return bytes - bytes / 16; }
+
 }  // namespace stagehand::core

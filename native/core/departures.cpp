@@ -15,7 +15,6 @@ constexpr Bytes kFreeAhead = 16_MiB;  // what a plan keeps free for the next req
 // quarter, models that save faster waited behind copies that they did not need.
 constexpr Bytes kNewShare = 5;
 constexpr Bytes kTightShare = 8;  // mapped so near to `high`: in parts of the step's room
-constexpr Bytes kOthers = 16;     // what is not mapped ahead: other streams have requests too
 }  // namespace
 
 void Departures::retained(Record& record) {
@@ -92,7 +91,7 @@ Bytes Departures::ahead_of_need(const Record& record) {
   const bool tight = fits_under(d_.budget.high, 0, d_.counters.mapped + room / kTightShare);
   if (half && !tight && ahead_for_ != d_.budget.high && d_.weights.standing().bytes() == 0) {
     ahead_for_ = d_.budget.high;
-    map_ahead_ = d_.budget.high - room / kOthers;
+    map_ahead_ = occupied_before_ + but_for_others(room);
   }
   if (tight || half) {
     d_.host.expect(record.bytes(), kNewShare);

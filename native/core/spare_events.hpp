@@ -2,7 +2,7 @@
 // memory is pinned or mapped beside it: a cold first step on an H200 spent 480 ms there. So what a
 // step needs is made before that.
 //
-// Guarded by the device's lock. Of the device's own context: who needs one of another makes it.
+// Guarded by the device's lock. What is kept is of the device's own context.
 #pragma once
 
 #include <array>
@@ -47,6 +47,12 @@ class SpareEvents {
     spare.pop_back();
     return event;
   }
+  // One of the context that is current. Null where the driver refuses.
+  driver::Event make(Kind kind) {
+    driver::Event event = nullptr;
+    const unsigned flags = kind == Kind::order ? driver::kEventDisableTiming : 0;
+    return gate_->event_create(&event, flags) == driver::kSuccess ? event : nullptr;
+  }
   void give(Kind kind, driver::Event event) { of(kind).push_back(event); }
   bool empty(Kind kind) { return of(kind).empty(); }
   // How many were made in the middle of a step: each may have held the host.
@@ -58,11 +64,6 @@ class SpareEvents {
   static constexpr std::size_t count(Kind kind) { return kind == Kind::order ? 3072 : 1280; }
 
   std::vector<driver::Event>& of(Kind kind) { return spare_[static_cast<std::size_t>(kind)]; }
-  driver::Event make(Kind kind) {
-    driver::Event event = nullptr;
-    const unsigned flags = kind == Kind::order ? driver::kEventDisableTiming : 0;
-    return gate_->event_create(&event, flags) == driver::kSuccess ? event : nullptr;
-  }
 
   Gate& gate_;
   std::array<std::vector<driver::Event>, 2> spare_;

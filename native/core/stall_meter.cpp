@@ -17,13 +17,12 @@ std::uint32_t StallMeter::spare() {
     }
     Pair pair;
     pair.copied = spare_events_.take(SpareEvents::Kind::time);
+    if (pair.copied == nullptr) {
+      return kNone;
+    }
     pair.asked = spare_events_.take(SpareEvents::Kind::time);
-    if (pair.copied == nullptr || pair.asked == nullptr) {
-      for (driver::Event made : {pair.copied, pair.asked}) {
-        if (made != nullptr) {
-          spare_events_.give(SpareEvents::Kind::time, made);
-        }
-      }
+    if (pair.asked == nullptr) {
+      spare_events_.give(SpareEvents::Kind::time, pair.copied);
       return kNone;
     }
     pairs_.push_back(pair);

@@ -108,16 +108,14 @@ driver::Event StreamClock::spare() {
     spare_.pop_back();
     return event;
   }
-  if (context_ == nullptr) {
-    if (events_.empty(SpareEvents::Kind::order)) {
-      look_back();
-      give_up_passed();
-    }
-    return events_.take(SpareEvents::Kind::order);
+  if (context_ != nullptr) {
+    return events_.make(SpareEvents::Kind::order);
   }
-  driver::Event event = nullptr;
-  const bool made = gate_->event_create(&event, driver::kEventDisableTiming) == driver::kSuccess;
-  return made ? event : nullptr;
+  if (events_.empty(SpareEvents::Kind::order)) {
+    look_back();
+    give_up_passed();
+  }
+  return events_.take(SpareEvents::Kind::order);
 }
 
 // Whether the older part of what is kept has passed. `passed` is not asked: what it finds not to

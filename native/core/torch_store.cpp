@@ -19,7 +19,6 @@ constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
 constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
 constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
-constexpr Bytes kOthers = 16;             // a part of what one segment may have, left for others
 }  // namespace
 
 TorchStore::TorchStore(Device& device, const TorchSide& side, CacheMap& cache)
@@ -349,7 +348,7 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   refresh();
   const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
   const CacheMap::Hole hole = cache_.largest_hole();
-  const Bytes stays = std::min(hole.bytes, most - most / kOthers);
+  const Bytes stays = std::min(hole.bytes, but_for_others(most));
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
   if (anew_ && !cache_.pages().empty()) {
@@ -406,7 +405,7 @@ void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
   refresh();
   const Bytes roof = roof_of_driver(0, d_.ceiling());
   const Bytes most = roof - std::min(roof, d_.counters.mapped + room_for_small());
-  const Bytes bytes = (most - most / kOthers) / CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;
+  const Bytes bytes = but_for_others(most) / CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;
   const Bytes peak = cache_.usage().allocated_peak;
   const Unlocked unlocked(entry);
   HeldStorage held;

@@ -16,16 +16,21 @@ struct Bar {
   double cold;
 };
 
+// What is in use before a step, and at most in one that nothing is short in.
+struct Use {
+  Bytes start;
+  Bytes peak;
+};
+template <typename Side>
+Use measured(const std::string& trace) {
+  FirstSteps<Side> plain(trace);
+  plain.measure();
+  return {plain.start(), plain.peak()};
+}
+
 template <typename Side>
 void expect_at_most(const std::string& trace, const std::vector<Bar>& bars) {
-  Bytes start = 0;
-  Bytes peak = 0;
-  {
-    FirstSteps<Side> plain(trace);
-    plain.measure();
-    start = plain.start();
-    peak = plain.peak();
-  }
+  const auto [start, peak] = measured<Side>(trace);
   const Bytes activations = peak - start;
   for (const Bar& bar : bars) {
     for (const bool cold : {false, true}) {
@@ -60,12 +65,11 @@ TEST("ViT: what the link does not carry in forward is all that a first step wait
 
 TEST("no step of many makes events: those of what has passed serve again") {
   for (const char* trace : {"fsdp2.txt", "llama.txt", "pipeline.txt"}) {
-    FirstSteps<HeapSide> plain(trace);
-    plain.measure();
+    const auto [start, peak] = measured<HeapSide>(trace);
     FirstSteps<HeapSide> steps(trace);
     steps.finish_pinning();
-    const Bytes activations = plain.peak() - plain.start();
-    const Bytes high = plain.start() + activations / 4 * 3;
+    const Bytes activations = peak - start;
+    const Bytes high = start + activations / 4 * 3;
     steps.set(high, high - activations / 10);
     for (int i = 0; i < 12; ++i) {
       CHECK_EQ(steps.step().events_made, 0);
