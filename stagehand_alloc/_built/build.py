@@ -15,11 +15,12 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from stagehand_alloc._built import cache as _cache
 from stagehand_alloc._built.compiler import Library, Recipe, recipe
 from stagehand_alloc._errors import CompilerError
+from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._settings.host_memory import available_host_bytes
 from stagehand_alloc._tell import slow_once
 
@@ -53,16 +54,30 @@ class _EndedError(RuntimeError):
     """The compiler was ended by `_Compilers.end`: that says nothing of the library."""
 
 
-class _Compilers:
+class _Compilers(Guarded):
     """Those that run in this process, on whichever thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._ended: set[int] = set()
 
+    def start(self, command: list[str], log: IO[str]) -> subprocess.Popen[bytes]:
+        """In a session of its own: its own children can be ended with it. Raises OSError."""
+        with self.lock:  # whoever ends them finds each that has been started
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "LC_ALL": "C"},
+                start_new_session=True,
+            )
+            self._running.add(process)
+        return process
+
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         """Its exit code. Raises TimeoutExpired, and _EndedError where it was ended from here."""
-        self._running.add(process)
         try:
             code = process.wait(TIMEOUT_S)
         finally:
@@ -76,7 +91,9 @@ class _Compilers:
 
     def end(self) -> None:
         """All of them, with what they have started."""
-        for process in list(self._running):
+        with self.lock:
+            running = list(self._running)
+        for process in running:
             self._ended.add(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -273,15 +290,7 @@ def _run(command: list[str], log: Path) -> str:
         file.write(f"{shlex.join(command)}\n")
         file.flush()
         try:
-            # A session of its own: the compiler's own children can be ended with it.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "LC_ALL": "C"},
-                start_new_session=True,
-            )
+            process = _compilers.start(command, file)
         except OSError as error:
             return f"{command[0]} did not run, {error.strerror}"
         try:
