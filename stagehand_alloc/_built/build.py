@@ -37,17 +37,17 @@ class _Failures:
     """Builds that failed in this process, which are not tried again."""
 
     def __init__(self) -> None:
-        self.by_digest: dict[str, tuple[str, str]] = {}
+        self._by_stem: dict[str, tuple[str, str]] = {}  # two libraries may be of one source
 
     def add(self, plan: Recipe, what: str, todo: str) -> CompilerError:
         """``plan`` failed; the error to raise."""
-        self.by_digest[plan.digest] = (what, todo)
+        self._by_stem[plan.stem] = (what, todo)
         return CompilerError(what, todo)
 
     def check(self, plan: Recipe) -> None:
         """Raises CompilerError where ``plan`` failed."""
-        if plan.digest in self.by_digest:
-            raise CompilerError(*self.by_digest[plan.digest])
+        if plan.stem in self._by_stem:
+            raise CompilerError(*self._by_stem[plan.stem])
 
 
 class _EndedError(RuntimeError):

@@ -134,6 +134,14 @@ def test_what_cannot_be_built_beside_others_is_told_by_who_loads_it(
     assert place.compilations() == 2  # nobody tries again
 
 
+def test_a_library_that_failed_says_nothing_of_another_of_the_same_source(place: Place) -> None:
+    place.compile_with('case "$*" in *fine*) exec c++ "$@" ;; *) exit 3 ;; esac')
+    with pytest.raises(stagehand_alloc.CompilerError, match="ended with 3"):
+        _build.build(place.library)
+    fine = dataclasses.replace(place.library, name="fine")
+    assert answer(_build.load(fine)) == 42
+
+
 def test_an_interrupt_ends_the_compilers_and_the_next_try_builds(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +440,7 @@ def test_another_compiler_is_another_try_and_success_takes_the_log_away(
     with pytest.raises(stagehand_alloc.CompilerError, match="without a word"):
         _build.build(place.library)
     place.compile_with('exec c++ "$@"')
-    monkeypatch.setattr(_build._failures, "by_digest", {})  # as a new process
+    monkeypatch.setattr(_build, "_failures", _build._Failures())  # as a new process
     assert answer(_build.load(place.library)) == 42
     assert list(place.cache.glob("*.log")) == []
 
