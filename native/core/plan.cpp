@@ -206,9 +206,16 @@ void Plan::retained(Place place) {
   }
 }
 
-void Plan::unpacked(Place place) {
+void Plan::unpacked(Place place, bool by_recipe) {
   Step* step = step_of(place.step);
-  if (step == nullptr || step->seen.entries[place.index].used != 0) {
+  if (step == nullptr) {
+    return;
+  }
+  Trace::Entry& entry = step->seen.entries[place.index];
+  if (!by_recipe && entry.needed == 0) {
+    entry.needed = ++step->needed;
+  }
+  if (entry.used != 0) {
     return;  // asked for again: the first time is the one to be ready for
   }
   using_ = step;
@@ -216,7 +223,6 @@ void Plan::unpacked(Place place) {
   step->seen.begin_moment();
   step->seen.by_use.push_back(place.index);
   step->seen.live.push_back(0);
-  Trace::Entry& entry = step->seen.entries[place.index];
   entry.used = static_cast<std::uint32_t>(step->seen.by_use.size());
   entry.used_at = ++uses_ - step->began;
   entry.used_moment = static_cast<std::uint32_t>(step->seen.full.size() - 1);
@@ -298,7 +304,7 @@ void Plan::timed(std::uint32_t id, const StepTimes& times) {
 void Plan::requested(Bytes largest) {
   if (now_ != nullptr) {
     now_->seen.largest_request = std::max(now_->seen.largest_request, largest);
-    now_->seen.requests.resize(now_->seen.entries.size() + now_->seen.by_use.size() + 1, 0);
+    now_->seen.requests.resize(place() + 1, 0);
     now_->seen.requests.back() = std::max(now_->seen.requests.back(), largest);
   }
 }
@@ -309,13 +315,13 @@ Bytes Plan::expected_request() const {
   }
   const Step& step = *now_;
   if (!step.kin) {
-    return step.trace->request_at(step.seen.entries.size() + step.seen.by_use.size());
+    return step.trace->request_at(place());
   }
   // So many were asked for by where the newest of them stands in the trace.
   const auto& uses = step.seen.by_use;
-  const std::size_t used =
-      uses.empty() ? 0 : step.trace->entries[step.kin.place_of(uses.back())].used;
-  return step.kin.request_at(step.kin.next_place() + used);
+  const std::size_t needed =
+      uses.empty() ? 0 : step.trace->entries[step.kin.place_of(uses.back())].needed;
+  return step.kin.request_at(step.kin.next_place() + needed);
 }
 
 Bytes Plan::largest_ahead(std::size_t places) const {

@@ -46,12 +46,12 @@ class Plan {
   // That recipe's n-th input is this record.
   void made_of(Place place, std::size_t n, Place input);
   // Only a record needs its block from now on; it left the GPU, it came back; backward asked for
-  // it; its last handle is gone.
+  // it, or a recipe did; its last handle is gone.
   void retained(Place place);
   void evicted(Place place);
   void dropped(Place place);
   void returned(Place place);
-  void unpacked(Place place);
+  void unpacked(Place place, bool by_recipe = false);
   void closed(Place place);
   // Somebody holds a weight group that nobody held; nobody does any more.
   void weights_held(std::uint32_t group, Bytes bytes);
@@ -69,18 +69,18 @@ class Plan {
   // It was. Where it has gone another way than that trace, its times say nothing of it.
   void timed(std::uint32_t trace, const StepTimes& times);
 
-  // The largest request since the last record was saved or asked for.
+  // The largest request since the last record was saved, or asked for by backward.
   void requested(Bytes largest);
   // What that will be when the next one is, by the last two such steps. Where they asked for
   // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
   // The largest of those of so many places from here on; 0 where that is a guess.
   Bytes largest_ahead(std::size_t places) const;
-  // The trace that the newest step repeats, 0 where none does; and how many records were saved or
-  // asked for in the step so far.
+  // The trace that the newest step repeats, 0 where none does; and how many records were saved, or
+  // asked for by backward, in the step so far.
   std::uint32_t repeats() const { return follows() && !now_->kin ? now_->trace->id : 0; }
   std::size_t place() const {
-    return now_ != nullptr ? now_->seen.entries.size() + now_->seen.by_use.size() : 0;
+    return now_ != nullptr ? now_->seen.entries.size() + now_->needed : 0;
   }
   // The largest so far in this step.
   Bytes largest_request() const { return now_ != nullptr ? now_->seen.largest_request : 0; }
@@ -196,6 +196,7 @@ class Plan {
     Bytes away = 0;            // of them
     bool diverged = false;
     std::uint32_t look_at = KnownRecord::kNever;
+    std::uint32_t needed = 0;  // records that backward itself asked for
     Use began = 0;
     std::shared_ptr<const Trace> trace;  // what it follows
     Kin kin;                             // where the trace is not of its sizes

@@ -149,7 +149,7 @@ Saved Runtime::tagged(Block* block, Address data, Address first, Address last, M
           d_.plan.looks_at(record.place)};
 }
 
-Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
+Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer, bool by_recipe) {
   Entry entry(d_.gate);
   if (d_.ledger.find(id) == nullptr) {
     return {Status::stale};
@@ -163,7 +163,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer) {
   if (d_.counters.evicted > 0) {
     d_.clocks.of(record.stream).note_work(record.bytes());  // a fine clock for restores, as in save
   }
-  d_.plan.unpacked(record.place);
+  d_.plan.unpacked(record.place, by_recipe);
   d_.books.note_occupied();
   d_.clocks.moment(d_.plan.moment(), consumer);
   d_.saving = false;

@@ -81,8 +81,9 @@ class Runtime {
   // What was ignored is gone.
   void ignored_ended(Bytes bytes);
   // Walk 2: the tensor's memory, for work queued on `consumer` from now on. Status::recompute: the
-  // caller is to make the storage's bytes again, give them by `refill`, and ask again.
-  Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer);
+  // caller is to make the storage's bytes again, give them by `refill`, and ask again. `by_recipe`:
+  // it is asked for to make another one again.
+  Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer, bool by_recipe = false);
   // What makes a dropped record again is queued on `stream` from here on, until `made`: for what it
   // takes.
   void making(RecordId record, driver::Stream stream);

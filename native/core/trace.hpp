@@ -45,6 +45,8 @@ struct Trace {
     std::uint32_t used_moment = KnownRecord::kNever;
     std::uint32_t used = 0;     // the how-maniest of its step that was asked for; 0: never
     std::uint64_t used_at = 0;  // of all that were asked for since the step began
+    // The how-maniest that backward itself asked for, and not a recipe for it; 0: it never did.
+    std::uint32_t needed = 0;
 
     bool again() const { return by_node || by_call; }
     bool unproven() const { return by_node && proof == Proof::none; }
@@ -118,7 +120,8 @@ struct Trace {
   bool pressed = false;        // something left in it
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
   Bytes largest_request = 0;
-  // The largest before the n-th record saved or asked for; in the step, and in the one before.
+  // The largest before the n-th record saved or needed; in the step, and in the one before. What
+  // recipes ask for does not count, so that it is the same whatever is made again.
   std::vector<Bytes> requests;
   std::vector<Bytes> requests_before;
 

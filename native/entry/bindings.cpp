@@ -288,7 +288,9 @@ NB_MODULE(_native, module) {
       .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def("pack", &Hooks::pack, "tensor"_a)
-      .def("unpack", &Hooks::unpack, "handle"_a)
+      .def(
+          "unpack", [](Hooks& self, const Handle& handle) { return self.unpack(handle); },
+          "handle"_a)
       .def("passed_through", &Hooks::passed_through);
   nb::class_<Call>(module, "Call", nb::is_weak_referenceable())
       .def(nb::init<int, const std::string&>(), "device"_a, "region"_a = "")

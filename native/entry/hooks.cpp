@@ -362,7 +362,7 @@ void Hooks::raise_failed(const Handle& handle, core::Status status) {
   throw nb::python_error();
 }
 
-core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
+core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer, bool by_recipe) {
   const core::TorchSide* side = Registry::get().torch_side();
   const bool in_python = side != nullptr && side->triggers == 0;  // for want of the library
   if (in_python) {
@@ -370,10 +370,10 @@ core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer) {
   }
   const PausedCollection paused(in_python);
   if (in_python || handle.runtime->resident(handle.record)) {
-    return handle.runtime->unpack(handle.record, handle.offset, consumer);
+    return handle.runtime->unpack(handle.record, handle.offset, consumer, by_recipe);
   }
   const GilReleased unlocked;  // making room may wait
-  return handle.runtime->unpack(handle.record, handle.offset, consumer);
+  return handle.runtime->unpack(handle.record, handle.offset, consumer, by_recipe);
 }
 
 // The recipe's output beside what was saved, which the caller's tensor keeps where it is.
@@ -473,7 +473,7 @@ nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
   return tensor;
 }
 
-nb::object Hooks::unpack(const Handle& handle) {
+nb::object Hooks::unpack(const Handle& handle, bool by_recipe) {
   if (handle.call.is_valid()) {
     Call::of(handle).unpacked();
   }
@@ -498,12 +498,12 @@ nb::object Hooks::unpack(const Handle& handle) {
   }
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
-  core::Unpacked unpacked = find(handle, consumer);
+  core::Unpacked unpacked = find(handle, consumer, by_recipe);
   if (unpacked.status == core::Status::recompute) {
     if (nb::object apart = make_again(handle, consumer); apart.is_valid()) {
       return handle.followed.shared_by(std::move(apart));
     }
-    unpacked = find(handle, consumer);
+    unpacked = find(handle, consumer, by_recipe);
   }
   if (unpacked.status != core::Status::ok) {
     raise_failed(handle, unpacked.status);

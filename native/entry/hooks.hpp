@@ -80,7 +80,8 @@ class Hooks {
   // It was left.
   static void end_step();
   Handle pack(nb::handle tensor);
-  nb::object unpack(const Handle& handle);
+  // `by_recipe`: for one that makes another tensor again, and not for backward itself.
+  nb::object unpack(const Handle& handle, bool by_recipe = false);
   nb::dict passed_through() const;
   // What it holds of Python, for the cycle collector; and lets go of it, when nobody can call it.
   int visit(visitproc visit, void* arg) const;
@@ -97,7 +98,7 @@ class Hooks {
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                         core::Address first, core::Address last, core::Made made,
                         core::Inside inside) const;
-  core::Unpacked find(const Handle& handle, driver::Stream consumer);
+  core::Unpacked find(const Handle& handle, driver::Stream consumer, bool by_recipe);
   nb::object make_again(const Handle& handle, driver::Stream consumer);
   static nb::object sum_of(const Handle& handle, core::Address first);
   void look_again(const Handle& handle, nb::handle tensor);

@@ -79,8 +79,8 @@ nb::object Recipe::run(Hooks& hooks, const std::function<void()>& making) const 
   std::array<nb::object, core::FoundRecipe::kInputs> inputs;
   std::array<void*, core::FoundRecipe::kInputs> raw{};
   for (std::uint32_t i = 0; i < found_.inputs; ++i) {
-    inputs[i] =
-        hooks.unpack(*nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i]))));
+    const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
+    inputs[i] = hooks.unpack(*input, true);
     raw[i] = inputs[i].ptr();
   }
   making();

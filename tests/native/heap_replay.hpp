@@ -228,10 +228,10 @@ class Replay {
   }
 
   // As the unpack hook does.
-  Block* unpack(std::uint64_t record) {
+  Block* unpack(std::uint64_t record, bool by_recipe = false) {
     Runtime& runtime = *rig_.runtime;
     const Saved& saved = records_.at(record);
-    Unpacked found = runtime.unpack(saved.record, saved.offset, stream_);
+    Unpacked found = runtime.unpack(saved.record, saved.offset, stream_, by_recipe);
     if (found.status == Status::recompute) {
       if (const Call* call = by_call(record); call != nullptr) {
         run_again(*call);
@@ -241,7 +241,7 @@ class Replay {
         CHECK(runtime.refill(saved.record, made, stream_));
         CHECK(runtime.free(made));
       }
-      found = runtime.unpack(saved.record, saved.offset, stream_);
+      found = runtime.unpack(saved.record, saved.offset, stream_, by_recipe);
     }
     CHECK_EQ(found.status, Status::ok);
     if (found.proof.trace != 0) {
@@ -323,7 +323,7 @@ class Replay {
     const Known& known = recipes_.at(record);
     std::vector<Block*> inputs;
     for (const std::uint64_t input : known.inputs) {
-      inputs.push_back(unpack(input));
+      inputs.push_back(unpack(input, true));
     }
     runtime.making(id, stream_);
     const Address made = rig_.allocate(runtime.bytes_of(id), stream_);

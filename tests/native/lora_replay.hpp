@@ -95,18 +95,18 @@ struct HeapTensors : StoreTensors<CoreRig, Saved> {
     CHECK(rig.runtime->refill(id, made, on));
     CHECK(rig.runtime->free(made));
   }
-  Block* unpack(const Record& record, driver::Stream on) {
+  Block* unpack(const Record& record, driver::Stream on, bool by_recipe = false) {
     Runtime& runtime = *rig.runtime;
-    Unpacked found = runtime.unpack(record.saved.record, record.saved.offset, on);
+    Unpacked found = runtime.unpack(record.saved.record, record.saved.offset, on, by_recipe);
     if (found.status == Status::recompute && record.ns == 0) {
       run_again(record.number);
-      found = runtime.unpack(record.saved.record, record.saved.offset, on);
+      found = runtime.unpack(record.saved.record, record.saved.offset, on, by_recipe);
     } else if (found.status == Status::recompute) {
       const Address made = again(record, on);
       runtime.made(record.saved.record, on);
       CHECK(runtime.refill(record.saved.record, made, on));
       CHECK(runtime.free(made));
-      found = runtime.unpack(record.saved.record, record.saved.offset, on);
+      found = runtime.unpack(record.saved.record, record.saved.offset, on, by_recipe);
     }
     CHECK_EQ(found.status, Status::ok);
     if (found.proof.trace != 0) {
@@ -118,7 +118,7 @@ struct HeapTensors : StoreTensors<CoreRig, Saved> {
     return found.block;
   }
   Address again(const Record& record, driver::Stream on) {
-    Block* input = unpack(*record.from, on);
+    Block* input = unpack(*record.from, on, true);
     rig.runtime->making(record.saved.record, on);
     const Address made = rig.allocate(rig.runtime->bytes_of(record.saved.record), on);
     CHECK_EQ(keep_busy(on, record.ns), driver::kSuccess);
@@ -176,17 +176,17 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
     }
     rig.drop(made);
   }
-  Alias unpack(const Record& record, driver::Stream on) {
+  Alias unpack(const Record& record, driver::Stream on, bool by_recipe = false) {
     Runtime& runtime = *rig.runtime;
     const RecordId id = record.saved.record;
     rig.note_usage();
-    Unpacked found = runtime.unpack(id, record.saved.offset, on);
+    Unpacked found = runtime.unpack(id, record.saved.offset, on, by_recipe);
     if (found.status == Status::recompute && record.ns == 0) {
       run_again(record.number);
-      found = runtime.unpack(id, record.saved.offset, on);
+      found = runtime.unpack(id, record.saved.offset, on, by_recipe);
     } else if (found.status == Status::recompute) {
       refill(id, again(record, on), on);
-      found = runtime.unpack(id, record.saved.offset, on);
+      found = runtime.unpack(id, record.saved.offset, on, by_recipe);
     }
     CHECK_EQ(found.status, Status::ok);
     if (found.proof.trace != 0) {
@@ -197,7 +197,7 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
   }
   Made again(const Record& record, driver::Stream on) {
     const RecordId id = record.saved.record;
-    const Alias input = unpack(*record.from, on);
+    const Alias input = unpack(*record.from, on, true);
     rig.runtime->making(id, on);
     const Made made = make(rig.runtime->bytes_of(id), on);
     CHECK_EQ(keep_busy(on, record.ns), driver::kSuccess);

@@ -372,6 +372,33 @@ TEST("a record asked for twice counts the first time") {
   CHECK(plan.next_use(again[1], 2) < plan.next_use(again[0], 1));
 }
 
+TEST("what is asked for to make another one again does not move the requests that are expected") {
+  Plan plan;
+  const auto turn = [&](bool made_again) {
+    const auto places = forward(plan, {1_MiB, 2_MiB});
+    std::vector<Bytes> expected;
+    const auto ask = [&](Bytes request) {
+      expected.push_back(plan.expected_request());
+      plan.requested(request);
+    };
+    if (made_again) {
+      plan.unpacked(places[0], true);
+    }
+    plan.unpacked(places[1]);
+    ask(96_MiB);
+    plan.unpacked(places[0]);
+    ask(8_MiB);
+    plan.closed(places[1]);
+    plan.closed(places[0]);
+    return expected;
+  };
+  turn(false);
+  const std::vector<Bytes> requests{96_MiB, 8_MiB};
+  CHECK(turn(true) == requests);
+  turn(true);
+  CHECK(turn(false) == requests);
+}
+
 TEST("the plan knows how much the step needs for itself between two uses") {
   Plan plan;
   const auto places = forward(plan, {1_MiB, 2_MiB});
