@@ -28,6 +28,7 @@ struct WeightGroup {
   std::uint32_t holds = 0;
   bool alive = false;
   bool refused = false;  // its copy out was; it does not leave until `forgive`
+  bool far = false;      // it came far ahead of need, and was not used since
   // Of its last uses, by kind: the most that was live beside all weights,
   std::array<Bytes, 3> beside{};
   // and what was saved as they began, wherever it was. Before the first: as much as can be.

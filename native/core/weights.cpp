@@ -71,9 +71,11 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     gone_before_ = gone();
   }
   went_back_ |= kind == UseKind::backward;
+  came_for_nothing_ = standing_.order().current().kind == kind ? came_for_nothing_ : 0;
   const bool begins =
       standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{}, saved());
   left_instead_ = begins ? 0 : left_instead_;
+  group.far = false;
   while (!group.home()) {
     const Status status = bring(entry, id, consumer, false);
     if (!holding.still()) {
@@ -195,7 +197,8 @@ void Weights::bring_ahead(Entry& entry, driver::Stream stream) {
 
 // For what is far no record leaves.
 bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream) {
-  if (d_.transfers.in().full()) {
+  const bool for_nothing = came_for_nothing_ >= kForNothing && !d_.plan.follows();
+  if (d_.transfers.in().full() || (far && for_nothing)) {
     return false;
   }
   d_.store->look();
@@ -226,9 +229,13 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   if (!standing_.alive(id)) {
     return false;
   }
-  const Status status = bring(entry, id, stream, true);
-  return status == Status::ok ||
-         (status == Status::out_of_memory && bring_instead(entry, id, stream));
+  Status status = bring(entry, id, stream, true);
+  if (status == Status::out_of_memory && bring_instead(entry, id, stream)) {
+    status = Status::ok;
+  }
+  WeightGroup& group = standing_.at(id);
+  group.far |= status == Status::ok && far && group.may_leave();
+  return status == Status::ok;
 }
 
 // There is room, but in no one place. What is used next has it where a group lies that is used
@@ -322,6 +329,7 @@ bool Weights::put_away(WeightGroup& group) {
   Block* block = std::exchange(group.block, nullptr);
   block->owned_by_torch = false;
   block->keep = false;
+  came_for_nothing_ += std::exchange(group.far, false) ? 1 : 0;
   home_bytes_ -= group.bytes;
   idle_bytes_ -= group.bytes;
   d_.counters.weights_are(home_bytes_);

@@ -126,6 +126,11 @@ class Weights {
   Bytes left_ = 0;
   Bytes left_before_ = 0;
   Bytes gone_before_ = 0;
+  // Groups that came far ahead and had to leave before they were used, in this forward or backward.
+  // After so many none comes far ahead in it, where nobody knows what will be asked for: there is
+  // room, but a request needs it in one piece.
+  static constexpr unsigned kForNothing = 3;
+  unsigned came_for_nothing_ = 0;
   std::atomic<bool> lacks_room_{false};
 };
 
