@@ -171,6 +171,8 @@ def beside(*libraries: Library) -> None:
     """
     new = _beside.new(libraries)
     missing = [library for library in new if not forbidden() and _is_missing(library)]
+    if len(missing) < 2:
+        return  # nor is the machine asked what it has: a dozen files, by each new pool
     at_once = min(len(missing), _cores(), available_host_bytes() // _BYTES_EACH)
     if at_once < 2:
         return

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stagehand_alloc import _driver
 from stagehand_alloc._books.steps import Steps
 from stagehand_alloc._errors import PoolThreadError
 from stagehand_alloc._extension import native
@@ -85,6 +86,7 @@ class Process(Guarded):
         super().__init__()
         self._devices: dict[int, Device] = {}  # guarded by the lock
         self._host_memory: Any = None  # what it was last configured with; same lock
+        self._bytes: dict[int, int] = {}  # of devices that were asked for, by number
 
     def device(self, index: int) -> Device:
         """The one of that number."""
@@ -92,6 +94,15 @@ class Process(Guarded):
             if index not in self._devices:
                 self._devices[index] = Device(index)
             return self._devices[index]
+
+    def bytes_of(self, index: int) -> int:
+        """The memory of device ``index``; the driver is asked once, which takes a dozen calls.
+
+        Raises VirtualMemoryError where the core could not map memory on it.
+        """
+        if index not in self._bytes:
+            self._bytes[index] = _driver.require_virtual_memory(index).total
+        return self._bytes[index]
 
     def devices(self) -> list[Device]:
         """Those that pools were entered on."""

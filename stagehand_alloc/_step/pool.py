@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
     KeepPredicate: TypeAlias = Callable[[SavedTensorInfo], bool]
 
+_DEFAULTS = Config()
+
 
 class Pool:
     """A budget for one device, entered around forward; made by `pool`. Reusable every step.
@@ -380,7 +382,7 @@ class Pool:
         device = _stats.device_index(self._config.device)
         if _install.is_simulated():
             device = 0  # where its tensors are
-        return device, _driver.require_virtual_memory(device).total
+        return device, process.bytes_of(device)
 
     def _resolve(self) -> tuple[Device, Budget]:
         """Device and budget, worked out once, at the first entry. Raises SizeError."""
@@ -581,9 +583,9 @@ def pool(
                 f"{name}={shown(function)} cannot be called.",
                 f"Give a function that takes a {what}.",
             )
-    settings = (
-        config if isinstance(config, Config) else load_config({} if config is None else config)
-    )
+    settings = _DEFAULTS if config is None else config
+    if not isinstance(settings, Config):
+        settings = load_config(settings)
     given: dict[str, Any] = {"high": high, "low": low, "limit": limit, "mode": mode}
     given |= {"telemetry": telemetry, "device": device}
     marks = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import stagehand_alloc
-from stagehand_alloc import SizeError
+from stagehand_alloc import SizeError, _driver
 from stagehand_alloc._settings import config as _config
+from stagehand_alloc._settings import host_memory as _host_memory
 from stagehand_alloc._step.device import process
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -23,6 +24,21 @@ def test_a_pool_s_device_is_that_of_its_first_entry() -> None:
         text = "<Pool high=64.00 MiB low=56.89 MiB limit=1.00 GiB mode=allocator, device 0"
         assert repr(pool) == text + ", entered>"
     assert repr(pool) == text + ">"
+
+
+def test_a_pool_for_each_step_asks_neither_the_machine_nor_the_driver_for_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with stagehand_alloc.pool(high="64MiB"):
+        pass
+
+    def asked(*_: object) -> int:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(_driver, "require_virtual_memory", asked)
+    monkeypatch.setattr(_host_memory, "_machine_available", asked)
+    with stagehand_alloc.pool(high="63MiB"):
+        pass
 
 
 def test_two_pools_that_take_turns_ask_the_machine_for_its_memory_once_each(
