@@ -6,6 +6,7 @@
 #pragma once
 
 #include <map>
+#include <numeric>
 #include <vector>
 
 #include "core/block_nodes.hpp"
@@ -71,6 +72,10 @@ struct Arena {
   Bytes idle_bytes = 0;  // free and evicting
   std::size_t blocks = 1;
   std::map<Address, Piece> pieces;  // that serve here, by address
+  Bytes mapped_bytes() const {
+    return std::accumulate(pieces.begin(), pieces.end(), Bytes{0},
+                           [](Bytes all, const auto& piece) { return all + piece.second.size; });
+  }
   Bytes former_bytes = 0;
   std::size_t formers = 0;
   bool asked = false;    // for memory, since a step began

@@ -456,6 +456,26 @@ Bytes DeviceHeap::trim(Bytes target) {
   return before - counters_.mapped;
 }
 
+// Mapped as requests come it would be opened beside copies out, at up to a millisecond a piece. In
+// pieces of 8 MiB, or a heap's 2,048th: in larger ones less of what leaves is whole pieces, which
+// can move.
+Bytes DeviceHeap::renew(Bytes target) {
+  constexpr Bytes kRequest = 64_MiB;
+  constexpr Bytes kRequests = 256;
+  std::vector<Bytes> before;
+  for (const auto& arena : arenas_) {
+    before.push_back(arena->mapped_bytes());
+  }
+  const Bytes released = trim(0);
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    Arena& arena = *arenas_[i];
+    const Bytes room = target - std::min(target, counters_.mapped);
+    const Bytes growth = std::min(before[i] - arena.mapped_bytes(), room);
+    grow_ahead(arena, growth, std::max(kRequest, growth / kRequests));  // refused: as requests come
+  }
+  return released;
+}
+
 // The graph is gone and the GPU idle: what is free goes back to the driver, and so does the address
 // range once nothing is left in it; the rest serves others through `gather`.
 void DeviceHeap::release_graph(std::uint64_t graph) {

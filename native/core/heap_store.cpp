@@ -94,15 +94,21 @@ bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
   const bool varies = d_.plan.varies() && heap_.coarsen();
-  renews_ = d_.plan.takes_other_plan() || varies;
-  return renews_ || (d_.counters.mapped > target && heap_.has_free_piece());
+  other_plan_ = d_.plan.takes_other_plan();
+  gives_all_ = other_plan_ || varies;
+  return gives_all_ || (d_.counters.mapped > target && heap_.has_free_piece());
 }
 
 Bytes HeapStore::in_use() const { return d_.counters.occupied; }
 
 Bytes HeapStore::trim(Entry& entry, Bytes target) {
-  const bool all = std::exchange(renews_, false);
-  return d_.room.wait_for_gpu(entry) ? heap_.trim(all ? 0 : target) : 0;
+  const bool all = std::exchange(gives_all_, false);
+  // Where weights come and go as well, what is mapped as they come lies better.
+  const bool at_once = std::exchange(other_plan_, false) && d_.weights.standing().empty();
+  if (!d_.room.wait_for_gpu(entry)) {
+    return 0;
+  }
+  return at_once ? heap_.renew(target) : heap_.trim(all ? 0 : target);
 }
 
 void HeapStore::map_ahead(Entry&, RecordId id, Bytes target) {

@@ -63,7 +63,8 @@ class HeapStore final : public Store {
   Device& d_;
   DeviceHeap heap_;
   WindowSearch search_;
-  bool renews_ = false;                 // idle memory is about to be given back, for larger pieces
+  bool gives_all_ = false;              // all idle memory is about to be given back
+  bool other_plan_ = false;             // for another plan
   std::vector<Record*> victims_;        // scratch of evict_window
   std::vector<driver::Context> peers_;  // of other devices that reach this one's memory
 };

@@ -23,6 +23,7 @@ class ScheduledWeights {
       uses_.push_back({use.block});
     }
     homes_.resize(sizes_.size());
+    rest_ = tensors_.rig.runtime->add_weights(sizeof(byte_), &byte_);
     for (std::size_t block = 0; block < sizes_.size(); ++block) {
       if (stays_[block]) {
         load(block);
@@ -35,6 +36,7 @@ class ScheduledWeights {
         leave(home);
       }
     }
+    tensors_.rig.runtime->remove_weights(rest_);
   }
   ScheduledWeights(const ScheduledWeights&) = delete;
   ScheduledWeights& operator=(const ScheduledWeights&) = delete;
@@ -65,6 +67,11 @@ class ScheduledWeights {
 
  private:
   static constexpr Bytes kPiece = 16_MiB;  // so that other copies get between
+
+  // One that never comes, so that what the engine does in a process whose weights come and go is
+  // the same for all schedulers.
+  std::byte byte_{};
+  GroupId rest_{};
 
   struct Use {
     std::size_t block = 0;
