@@ -78,9 +78,10 @@ struct Arena {
   }
   Bytes former_bytes = 0;
   std::size_t formers = 0;
-  bool asked = false;    // for memory, since a step began
-  unsigned pins = 0;     // requests under way in it, which may give the lock up: it stays
-  bool retired = false;  // served a graph that is gone: given up once it is empty
+  bool asked = false;         // for memory, since a step began;
+  bool asked_before = false;  // in the step before
+  unsigned pins = 0;          // requests under way in it, which may give the lock up: it stays
+  bool retired = false;       // served a graph that is gone: given up once it is empty
 
   bool contains(Address address) const { return address - base < reserved; }
   Block* find(Address address) const;

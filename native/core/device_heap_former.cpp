@@ -107,7 +107,7 @@ void DeviceHeap::go_home() {
     }
   }
   for (const auto& arena : arenas_) {
-    arena->asked = false;
+    arena->asked_before = std::exchange(arena->asked, false);
   }
   if (counters_.former_bytes > 0) {
     come_to_rest();

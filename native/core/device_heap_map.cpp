@@ -458,7 +458,7 @@ Bytes DeviceHeap::trim(Bytes target) {
 
 // Mapped as requests come it would be opened beside copies out, at up to a millisecond a piece. In
 // pieces of 8 MiB, or a heap's 2,048th: in larger ones less of what leaves is whole pieces, which
-// can move.
+// can move. Where nobody asked in the step before, or the graph is gone, nobody is about to.
 Bytes DeviceHeap::renew(Bytes target) {
   constexpr Bytes kRequest = 64_MiB;
   constexpr Bytes kRequests = 256;
@@ -469,9 +469,13 @@ Bytes DeviceHeap::renew(Bytes target) {
   const Bytes released = trim(0);
   for (std::size_t i = 0; i < before.size(); ++i) {
     Arena& arena = *arenas_[i];
+    if (arena.retired || !arena.asked_before) {
+      continue;
+    }
     const Bytes room = target - std::min(target, counters_.mapped);
     const Bytes growth = std::min(before[i] - arena.mapped_bytes(), room);
-    grow_ahead(arena, growth, std::max(kRequest, growth / kRequests));  // refused: as requests come
+    const Bytes like = arena.key.small ? kSmallLimit : std::max(kRequest, growth / kRequests);
+    grow_ahead(arena, growth, like);  // refused: it is mapped as requests come
   }
   return released;
 }

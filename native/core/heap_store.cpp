@@ -93,9 +93,11 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
 bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
-  const bool varies = d_.plan.varies() && heap_.coarsen();
-  other_plan_ = d_.plan.takes_other_plan();
-  gives_all_ = other_plan_ || varies;
+  const bool other = d_.plan.takes_other_plan();
+  const bool varies = d_.plan.varies();
+  const bool coarser = varies && heap_.coarsen();
+  gives_all_ = other || coarser;
+  other_plan_ = other && !varies;
   return gives_all_ || (d_.counters.mapped > target && heap_.has_free_piece());
 }
 
@@ -103,12 +105,15 @@ Bytes HeapStore::in_use() const { return d_.counters.occupied; }
 
 Bytes HeapStore::trim(Entry& entry, Bytes target) {
   const bool all = std::exchange(gives_all_, false);
-  // Where weights come and go as well, what is mapped as they come lies better.
-  const bool at_once = std::exchange(other_plan_, false) && d_.weights.standing().empty();
+  const bool other_plan = std::exchange(other_plan_, false);
   if (!d_.room.wait_for_gpu(entry)) {
     return 0;
   }
-  return at_once ? heap_.renew(target) : heap_.trim(all ? 0 : target);
+  // Where weights come and go as well, what is mapped as they come lies better. Another thread may
+  // have lowered the limit meanwhile; and what is above `high` is counted as a request needs it.
+  return other_plan && d_.weights.standing().empty()
+             ? heap_.renew(std::min({target, d_.budget.high, d_.budget.limit}))
+             : heap_.trim(all ? 0 : target);
 }
 
 void HeapStore::map_ahead(Entry&, RecordId id, Bytes target) {

@@ -214,6 +214,7 @@ void Plan::unpacked(Place place, bool by_recipe) {
   Trace::Entry& entry = step->seen.entries[place.index];
   if (!by_recipe && entry.needed == 0) {
     entry.needed = ++step->needed;
+    step->newest_needed = place.index;
   }
   if (entry.used != 0) {
     return;  // asked for again: the first time is the one to be ready for
@@ -317,10 +318,10 @@ Bytes Plan::expected_request() const {
   if (!step.kin) {
     return step.trace->request_at(place());
   }
-  // So many were asked for by where the newest of them stands in the trace.
-  const auto& uses = step.seen.by_use;
+  // So many were needed by where the newest of them stands in the trace.
+  const bool none = step.newest_needed == KnownRecord::kNever;
   const std::size_t needed =
-      uses.empty() ? 0 : step.trace->entries[step.kin.place_of(uses.back())].needed;
+      none ? 0 : step.trace->entries[step.kin.place_of(step.newest_needed)].needed;
   return step.kin.request_at(step.kin.next_place() + needed);
 }
 

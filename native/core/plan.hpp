@@ -196,7 +196,8 @@ class Plan {
     Bytes away = 0;            // of them
     bool diverged = false;
     std::uint32_t look_at = KnownRecord::kNever;
-    std::uint32_t needed = 0;  // records that backward itself asked for
+    std::uint32_t needed = 0;                           // records that backward itself asked for,
+    std::uint32_t newest_needed = KnownRecord::kNever;  // and the newest of them
     Use began = 0;
     std::shared_ptr<const Trace> trace;  // what it follows
     Kin kin;                             // where the trace is not of its sizes

@@ -197,7 +197,8 @@ void Weights::bring_ahead(Entry& entry, driver::Stream stream) {
 
 // For what is far no record leaves.
 bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream) {
-  const bool for_nothing = came_for_nothing_ >= kForNothing && !d_.plan.follows();
+  const bool sampling = standing_.order().current().kind == UseKind::sampling;
+  const bool for_nothing = came_for_nothing_ >= kForNothing && !sampling && !d_.plan.follows();
   if (d_.transfers.in().full() || (far && for_nothing)) {
     return false;
   }
@@ -488,6 +489,7 @@ void Weights::fit(Entry& entry, Bytes most) {
     if (last == kNoGroup) {
       break;
     }
+    standing_.at(last).far = false;  // no request is why
     occupied -= put_away(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
   }
   if (d_.gate.due().any()) {
@@ -498,6 +500,7 @@ void Weights::fit(Entry& entry, Bytes most) {
 void Weights::leave_all() {
   standing_.forgive();
   for (GroupId id = standing_.farthest(); id != kNoGroup; id = standing_.farthest()) {
+    standing_.at(id).far = false;
     put_away(standing_.at(id));
   }
 }
@@ -505,6 +508,7 @@ void Weights::leave_all() {
 void Weights::drop(GroupId id) {
   WeightGroup& group = standing_.at(id);
   group.dirty = 0;
+  group.far = false;
   if (group.home()) {
     put_away(group);
   }

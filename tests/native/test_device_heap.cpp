@@ -1,5 +1,7 @@
 // Growing, gathering and giving back: core/device_heap without a runtime.
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "core/device_heap.hpp"
@@ -466,6 +468,88 @@ TEST("trim does not touch memory whose last use may not have passed") {
   stagehand_sim_drain();
   CHECK_EQ(t.heap.trim(0), 32_MiB);
   t.verify();
+}
+
+// A step begins, and the GPU has done all.
+void begin_step(Heap& t) {
+  t.heap.go_home();
+  for (const auto& arena : t.heap.arenas()) {
+    Tick tick;
+    arena->clock.record(&tick);
+  }
+  stagehand_sim_drain();
+}
+
+TEST("a renewed heap has as much as before, each arena's in one place, and no more than may be") {
+  for (const Bytes target : {kUnlimited, 100_MiB}) {
+    Heap t;
+    const driver::Stream second = t.rig.stream();
+    Block* a = t.grown(t.arena(), 20_MiB);
+    Block* used = t.grown(t.arena(), 40_MiB);
+    Block* b = t.grown(t.arena(), 20_MiB);
+    Block* other = t.grown(t.arena(second), 32_MiB);
+    for (Block* block : {a, b, other}) {
+      t.give(block);
+    }
+    begin_step(t);
+    CHECK_EQ(t.heap.renew(target), 72_MiB);
+    CHECK_EQ(t.counters.mapped, std::min(target, 112_MiB));
+    CHECK(t.take(t.arena(), 40_MiB) != nullptr);
+    CHECK_EQ(t.take(t.arena(second), 32_MiB) != nullptr, target == kUnlimited);
+    CHECK(t.heap.find(used->address) == used);
+    t.verify();
+  }
+}
+
+TEST("a renewed heap leaves out a stream that nobody uses, and a graph that is gone") {
+  Heap t;
+  Block* idle = t.grown(t.arena(t.rig.stream()), 32_MiB);
+  t.give(idle);
+  t.heap.go_home();
+  Block* kept = t.grown(t.arena(t.rig.stream(), 32_MiB, 5), 32_MiB);
+  t.heap.release_graph(5);  // while somebody uses it
+  t.give(kept);
+  t.give(t.grown(t.arena(), 32_MiB));
+  begin_step(t);
+  CHECK_EQ(t.heap.renew(kUnlimited), 96_MiB);
+  CHECK_EQ(t.counters.mapped, 32_MiB);
+  CHECK(t.take(t.arena(), 32_MiB) != nullptr);
+  t.verify();
+}
+
+TEST("a renewed small arena is of single granules, as it grew") {
+  constexpr Bytes kSmall = 512_KiB;
+  Heap t;
+  std::vector<Block*> blocks;
+  for (int i = 0; i < 28; ++i) {
+    blocks.push_back(t.grown(t.arena(t.stream, kSmall), kSmall));
+  }
+  for (Block* block : blocks) {
+    t.give(block);
+  }
+  begin_step(t);
+  t.heap.renew(kUnlimited);
+  CHECK_EQ(t.arena(t.stream, kSmall).pieces.size(), 7);
+  t.verify();
+}
+
+TEST("O4: where the driver refuses to renew it, a heap has what is used, and grows after") {
+  for (const char* symbol : {"cuMemCreate", "cuMemMap", "cuMemSetAccess"}) {
+    for (const std::uint64_t nth : {1, 2}) {
+      Heap t;
+      t.grown(t.arena(), 32_MiB);
+      t.give(t.grown(t.arena(), 64_MiB));
+      begin_step(t);
+      stagehand_sim_fail(symbol, nth, 1000, 999);
+      CHECK_EQ(t.heap.renew(kUnlimited), 64_MiB);
+      const bool once = std::string(symbol) == "cuMemSetAccess" && nth == 2;  // it is one call
+      CHECK_EQ(t.counters.mapped, once ? 96_MiB : 32_MiB);
+      stagehand_sim_fail(symbol, 1, 0, 0);
+      t.verify();
+      CHECK(t.grown(t.arena(), 64_MiB) != nullptr);
+      t.verify();
+    }
+  }
 }
 
 TEST("a graph's memory goes back to the driver once the graph is gone, addresses and all") {

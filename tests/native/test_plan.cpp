@@ -399,6 +399,43 @@ TEST("what is asked for to make another one again does not move the requests tha
   CHECK(turn(false) == requests);
 }
 
+TEST("so it is in a step of sizes not seen before, which follows its kin") {
+  Plan plan;
+  const auto turn = [&](double times) {
+    const auto grown = [&](Bytes bytes) {
+      return static_cast<Bytes>(times * static_cast<double>(bytes / 512)) * 512;
+    };
+    std::vector<Bytes> sizes;
+    for (int i = 0; i < 8; ++i) {
+      sizes.push_back(grown((8 + 2 * (i % 2)) * 1_MiB));
+    }
+    const auto places = forward(plan, sizes);
+    std::vector<Bytes> expected;
+    const auto ask = [&](Bytes request) {
+      expected.push_back(plan.expected_request());
+      plan.requested(request);
+    };
+    for (std::size_t i = places.size(); i > 0; i -= 2) {  // the second of two is made of the first
+      plan.unpacked(places[i - 2], true);
+      plan.unpacked(places[i - 1]);
+      ask(grown(80_MiB));
+      plan.unpacked(places[i - 2]);
+      ask(grown(960_MiB));
+    }
+    for (const Plan::Place& place : places) {
+      plan.closed(place);
+    }
+    return expected;
+  };
+  turn(1);
+  turn(1);
+  const std::vector<Bytes> expected = turn(1.1);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const bool large = i % 2 == 1;
+    CHECK_EQ(expected[i] > 500_MiB, large);
+  }
+}
+
 TEST("the plan knows how much the step needs for itself between two uses") {
   Plan plan;
   const auto places = forward(plan, {1_MiB, 2_MiB});

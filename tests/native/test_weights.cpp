@@ -89,6 +89,29 @@ TEST("of N groups with room for k, 2 (N - k) are loaded in a step") {
   rig.verify();
 }
 
+TEST("sampling: after a request that what came far ahead had to leave for, more comes again") {
+  CoreRig rig(kMachine);
+  Model model(rig, 6);
+  const driver::Stream s = rig.stream();
+  const auto loads_of = [&](std::size_t i) {
+    rig.budget(1_MiB, 1_MiB);
+    rig.budget(16_MiB, 16_MiB);  // all have left
+    const std::uint64_t before = model.counts().counts.loads;
+    model.run(i, s, UseKind::sampling);
+    return model.counts().counts.loads - before;
+  };
+  for (std::size_t i = 0; i < 12; ++i) {
+    model.run(i % 6, s, UseKind::sampling);
+  }
+  CHECK_EQ(loads_of(0), 6);
+  CHECK(rig.runtime->free(rig.allocate(14_MiB, s)));  // what came for 3 to 5 is gone unused
+  for (std::size_t i = 1; i < 3; ++i) {
+    model.run(i, s, UseKind::sampling);
+  }
+  CHECK_EQ(loads_of(3), 4);  // not only itself and the next two
+  rig.verify();
+}
+
 TEST("what is used next finds a hole where a group lies that is used later") {
   CoreRig rig(kMachine);
   Model model(rig, 3, 4_MiB);
