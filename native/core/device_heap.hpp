@@ -74,8 +74,9 @@ class DeviceHeap {
   // Releases free pieces of settled blocks until mapped <= target. The caller has made the GPU
   // pass `clock.upcoming()` of every arena. Returns the bytes released.
   Bytes trim(Bytes target);
-  // The same of all that is free; then each arena has as much as before again, in one place and
-  // mapped at once, while mapped stays at or below `target`. Returns the bytes released.
+  // The same of all that is free; then each arena that was asked for memory in the step before has
+  // as much again, in one place and mapped at once, while mapped stays at or below `target`.
+  // Returns the bytes released.
   Bytes renew(Bytes target);
 
   // The graph is gone and the GPU idle: its arenas' memory may serve others.

@@ -112,7 +112,7 @@ Bytes HeapStore::trim(Entry& entry, Bytes target) {
   // Where weights come and go as well, what is mapped as they come lies better. Another thread may
   // have lowered the limit meanwhile; and what is above `high` is counted as a request needs it.
   return other_plan && d_.weights.standing().empty()
-             ? heap_.renew(std::min({target, d_.budget.high, d_.budget.limit}))
+             ? heap_.renew(std::min(d_.budget.high, d_.budget.limit))
              : heap_.trim(all ? 0 : target);
 }
 

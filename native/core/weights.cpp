@@ -219,7 +219,7 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
     const GroupId last = standing_.farthest();
     const UseOrder& order = standing_.order();
     if ((!beside || !fits) && last != kNoGroup && order.distance(last) > order.distance(id)) {
-      occupied -= put_away(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
+      occupied -= give_way(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
     } else if (far || !record_leaves(id, &occupied)) {
       return false;
     }
@@ -230,13 +230,12 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   if (!standing_.alive(id)) {
     return false;
   }
-  Status status = bring(entry, id, stream, true);
-  if (status == Status::out_of_memory && bring_instead(entry, id, stream)) {
-    status = Status::ok;
-  }
+  const Status status = bring(entry, id, stream, true);
+  const bool there =
+      status == Status::ok || (status == Status::out_of_memory && bring_instead(entry, id, stream));
   WeightGroup& group = standing_.at(id);
-  group.far |= status == Status::ok && far && group.may_leave();
-  return status == Status::ok;
+  group.far |= there && far && group.may_leave();
+  return there;
 }
 
 // There is room, but in no one place. What is used next has it where a group lies that is used
@@ -253,7 +252,7 @@ bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
     return false;
   }
   ++left_instead_;
-  if (!put_away(standing_.at(last))) {
+  if (!give_way(standing_.at(last))) {
     return false;
   }
   if (d_.gate.due().any()) {
@@ -330,7 +329,7 @@ bool Weights::put_away(WeightGroup& group) {
   Block* block = std::exchange(group.block, nullptr);
   block->owned_by_torch = false;
   block->keep = false;
-  came_for_nothing_ += std::exchange(group.far, false) ? 1 : 0;
+  group.far = false;
   home_bytes_ -= group.bytes;
   idle_bytes_ -= group.bytes;
   d_.counters.weights_are(home_bytes_);
@@ -343,6 +342,14 @@ bool Weights::put_away(WeightGroup& group) {
   }
   d_.books.give_back(block);
   return true;
+}
+
+// For a request, a record or a group that is needed sooner.
+bool Weights::give_way(WeightGroup& group) {
+  const bool unused = group.far;
+  const bool left = put_away(group);
+  came_for_nothing_ += left && unused ? 1 : 0;
+  return left;
 }
 
 // The host copy gets what changed at home. Nothing waits for it here: the memory has the copy's
@@ -456,7 +463,7 @@ Bytes Weights::make_way(bool small_too, bool last) {
   for (GroupId id = standing_.empty() ? kNoGroup : next(); id != kNoGroup; id = next()) {
     WeightGroup& group = standing_.at(id);
     StreamClock& clock = *group.block->clock;
-    if (put_away(group)) {
+    if (give_way(group)) {
       // As for a record that leaves for a request: then its memory can join its neighbours.
       d_.clocks.order_after(clock, {group.out_clock, group.written});  // or later: it is fenced
       return group.bytes;
@@ -474,7 +481,7 @@ Bytes Weights::make_way_for(Plan::Place record) {
   if (needed > Standing::kAhead || standing_.order().distance(farthest) <= needed) {
     return 0;
   }
-  return put_away(standing_.at(farthest)) ? standing_.at(farthest).bytes : 0;
+  return give_way(standing_.at(farthest)) ? standing_.at(farthest).bytes : 0;
 }
 
 void Weights::fit(Entry& entry, Bytes most) {
@@ -489,7 +496,6 @@ void Weights::fit(Entry& entry, Bytes most) {
     if (last == kNoGroup) {
       break;
     }
-    standing_.at(last).far = false;  // no request is why
     occupied -= put_away(standing_.at(last)) ? std::min(occupied, standing_.at(last).bytes) : 0;
   }
   if (d_.gate.due().any()) {
@@ -500,7 +506,6 @@ void Weights::fit(Entry& entry, Bytes most) {
 void Weights::leave_all() {
   standing_.forgive();
   for (GroupId id = standing_.farthest(); id != kNoGroup; id = standing_.farthest()) {
-    standing_.at(id).far = false;
     put_away(standing_.at(id));
   }
 }
@@ -508,7 +513,6 @@ void Weights::leave_all() {
 void Weights::drop(GroupId id) {
   WeightGroup& group = standing_.at(id);
   group.dirty = 0;
-  group.far = false;
   if (group.home()) {
     put_away(group);
   }

@@ -108,6 +108,7 @@ class Weights {
   bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
   Bytes saved() const;
   bool put_away(WeightGroup& group);
+  bool give_way(WeightGroup& group);
   Status write_back(WeightGroup& group);
   void write_ahead();
 

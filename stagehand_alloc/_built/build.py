@@ -171,9 +171,9 @@ def beside(*libraries: Library) -> None:
     """
     new = _beside.new(libraries)
     missing = [library for library in new if not forbidden() and _is_missing(library)]
-    if len(missing) < 2:
-        return  # nor is the machine asked what it has: a dozen files, by each new pool
-    at_once = min(len(missing), _cores(), available_host_bytes() // _BYTES_EACH)
+    at_once = min(len(missing), _cores())
+    if at_once >= 2:  # else the machine is not asked: that reads a dozen files, for each new pool
+        at_once = min(at_once, available_host_bytes() // _BYTES_EACH)
     if at_once < 2:
         return
     threads = ThreadPoolExecutor(at_once, "stagehand_alloc builds")

@@ -86,7 +86,9 @@ class Process(Guarded):
         super().__init__()
         self._devices: dict[int, Device] = {}  # guarded by the lock
         self._host_memory: Any = None  # what it was last configured with; same lock
-        self._bytes: dict[int, int] = {}  # of devices that were asked for, by number
+        self._bytes: dict[
+            int, int
+        ] = {}  # of devices by number; unguarded: whoever asks finds the same
 
     def device(self, index: int) -> Device:
         """The one of that number."""

@@ -68,11 +68,6 @@ class ScheduledWeights {
  private:
   static constexpr Bytes kPiece = 16_MiB;  // so that other copies get between
 
-  // One that never comes, so that what the engine does in a process whose weights come and go is
-  // the same for all schedulers.
-  std::byte byte_{};
-  GroupId rest_{};
-
   struct Use {
     std::size_t block = 0;
     bool started = false;  // its copy has
@@ -128,6 +123,10 @@ class ScheduledWeights {
   std::vector<Home> homes_;
   std::size_t used_ = 0;  // of the step
   Weights::Counts counts_;
+  // One that never comes, so that what the engine does in a process whose weights come and go is
+  // the same for all schedulers.
+  std::byte byte_{};
+  GroupId rest_{};
 };
 
 }  // namespace stagehand::core::test
