@@ -75,8 +75,9 @@ class DeviceHeap {
   // pass `clock.upcoming()` of every arena. Returns the bytes released.
   Bytes trim(Bytes target);
   // The same of all that is free; then each arena that was asked for memory in the step before has
-  // as much again, in one place and mapped at once, while mapped stays at or below `target`.
-  // Returns the bytes released.
+  // as much again, in one place and mapped at once, while mapped stays at or below `target`. What
+  // an earlier call put in one place stays, and costs no call of the driver. Returns the bytes
+  // released.
   Bytes renew(Bytes target);
 
   // The graph is gone and the GPU idle: its arenas' memory may serve others.
@@ -118,6 +119,10 @@ class DeviceHeap {
   driver::Result map(Address address, const Piece& piece);
   driver::Result unmap(Address address, Bytes bytes);
   driver::Result set_access(Address address, Bytes bytes);
+  Status map_ahead(Arena& arena, Bytes bytes, Bytes piece, Block* stretch);
+  void settle_all();
+  Bytes release_free(Bytes target, const std::vector<Block*>& kept);
+  Block* stretch_of(const Arena& arena, Bytes piece_bytes) const;
   Status map_new(Arena& arena, Block* hole, Bytes bytes, Bytes piece);
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
   void unmap_new(Address address, const std::vector<Piece>& pieces);

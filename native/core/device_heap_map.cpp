@@ -28,6 +28,13 @@ bool DeviceHeap::coarsen() {
   return least_piece_ > granularity_;
 }
 
+namespace {
+Bytes hole_behind(const Block* block) {
+  const Block* next = block->next;
+  return next != nullptr && next->state == BlockState::hole ? next->size : 0;
+}
+}  // namespace
+
 // The hole that needs the least new memory, counting a free block that ends where it begins, with
 // room for `slack` more than that.
 DeviceHeap::Place DeviceHeap::place_for(const Arena& arena, Bytes bytes, Bytes slack) const {
@@ -153,12 +160,18 @@ Status DeviceHeap::grow(Arena& arena, Bytes bytes, Bytes ceiling, Bytes spare_ce
 }
 
 Status DeviceHeap::grow_ahead(Arena& arena, Bytes bytes, Bytes like) {
+  return map_ahead(arena, bytes, piece_for(like), nullptr);
+}
+
+// Behind `stretch`, where there is room.
+Status DeviceHeap::map_ahead(Arena& arena, Bytes bytes, Bytes piece, Block* stretch) {
   const Bytes growth = bytes / granularity_ * granularity_;
-  Block* hole = arena.holes.first();
+  Block* hole =
+      stretch != nullptr && hole_behind(stretch) >= growth ? stretch->next : arena.holes.first();
   while (hole != nullptr && hole->size < growth) {
     hole = hole->bin_next;
   }
-  return hole != nullptr && growth > 0 ? map_new(arena, hole, growth, piece_for(like))
+  return hole != nullptr && growth > 0 ? map_new(arena, hole, growth, piece)
                                        : Status::out_of_memory;
 }
 
@@ -436,9 +449,18 @@ bool DeviceHeap::release_piece(Arena& arena, Address address) {
 }
 
 Bytes DeviceHeap::trim(Bytes target) {
+  settle_all();
+  return release_free(target, {});
+}
+
+void DeviceHeap::settle_all() {
   for (const auto& arena : arenas_) {
     settle(*arena, std::numeric_limits<int>::max());
   }
+}
+
+// All but the blocks of `kept`.
+Bytes DeviceHeap::release_free(Bytes target, const std::vector<Block*>& kept) {
   const Bytes before = counters_.mapped;
   for (const auto& arena : arenas_) {
     for (auto piece = arena->pieces.begin();
@@ -448,7 +470,8 @@ Bytes DeviceHeap::trim(Bytes target) {
       const Block* block = arena->find(address);
       // Free may mean that the arena's stream waits for a copy: unmapping takes more, that it is
       // done.
-      if (block->state == BlockState::free && block->end() >= address + size && passed(*block)) {
+      if (block->state == BlockState::free && block->end() >= address + size && passed(*block) &&
+          std::find(kept.begin(), kept.end(), block) == kept.end()) {
         release_piece(*arena, address);
       }
     }
@@ -456,26 +479,68 @@ Bytes DeviceHeap::trim(Bytes target) {
   return before - counters_.mapped;
 }
 
+// The longest free block, where it is of about such pieces, and what else is idle has room behind
+// it or is next to nothing.
+Block* DeviceHeap::stretch_of(const Arena& arena, Bytes piece_bytes) const {
+  constexpr Bytes kNextToNothing = 16;  // a 16th of it
+  Block* longest = nullptr;
+  for (Block* b = arena.first; b != nullptr; b = b->next) {
+    if (b->state == BlockState::free && (longest == nullptr || b->size > longest->size)) {
+      longest = b;
+    }
+  }
+  if (longest == nullptr) {
+    return nullptr;
+  }
+  Bytes count = 0;
+  for (auto piece = arena.pieces.lower_bound(longest->address);
+       piece != arena.pieces.end() && piece->first < longest->end(); ++piece) {
+    if (piece->second.size > piece_bytes) {
+      return nullptr;
+    }
+    ++count;
+  }
+  const bool small_ones = 2 * count * piece_bytes > 3 * longest->size;
+  const Bytes rest = arena.idle_bytes - longest->size;
+  const bool joins = hole_behind(longest) >= rest || rest <= longest->size / kNextToNothing;
+  return joins && !small_ones ? longest : nullptr;
+}
+
 // Mapped as requests come it would be opened beside copies out, at up to a millisecond a piece. In
 // pieces of 8 MiB, or a heap's 2,048th: in larger ones less of what leaves is whole pieces, which
-// can move. Where nobody asked in the step before, or the graph is gone, nobody is about to.
+// can move. What was renewed before and is idle stays. Where nobody asked in the step before, or
+// the graph is gone, nobody is about to.
 Bytes DeviceHeap::renew(Bytes target) {
   constexpr Bytes kRequest = 64_MiB;
   constexpr Bytes kRequests = 256;
-  std::vector<Bytes> before;
+  struct Renewed {
+    Bytes before = 0;
+    Bytes piece = 0;
+    Block* stretch = nullptr;  // that stays
+  };
+  settle_all();
+  std::vector<Renewed> all;
+  std::vector<Block*> kept;
   for (const auto& arena : arenas_) {
-    before.push_back(arena->mapped_bytes());
-  }
-  const Bytes released = trim(0);
-  for (std::size_t i = 0; i < before.size(); ++i) {
-    Arena& arena = *arenas_[i];
-    if (arena.retired || !arena.asked_before) {
+    Renewed& one = all.emplace_back();
+    if (arena->retired || !arena->asked_before) {
       continue;
     }
+    one.before = arena->mapped_bytes();
+    one.piece =
+        piece_for(arena->key.small ? kSmallLimit : std::max(kRequest, one.before / kRequests));
+    one.stretch = stretch_of(*arena, one.piece);
+    kept.push_back(one.stretch);
+  }
+  const Bytes released = release_free(0, kept);
+  if (counters_.mapped >= target) {
+    return released + release_free(target, {});
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) {
     const Bytes room = target - std::min(target, counters_.mapped);
-    const Bytes growth = std::min(before[i] - arena.mapped_bytes(), room);
-    const Bytes like = arena.key.small ? kSmallLimit : std::max(kRequest, growth / kRequests);
-    grow_ahead(arena, growth, like);  // refused: it is mapped as requests come
+    const Bytes lost = all[i].before - std::min(all[i].before, arenas_[i]->mapped_bytes());
+    map_ahead(*arenas_[i], std::min(lost, room), all[i].piece,
+              all[i].stretch);  // refused: as requests come
   }
   return released;
 }
