@@ -69,6 +69,7 @@ class Result:
     reserved: int = 0
     overshoot: int = 0
     host_waits: float = 0
+    waited_ms: dict[str, float] = field(default_factory=dict)  # of the host, a step, by what for
     loads: float = 0
     late: float = 0
     loaded: float = 0

@@ -264,6 +264,10 @@ def counted(result: Result, stats: Any, steps: int) -> None:
     """What the package counted during so many steps."""
     result.overshoot = stats.overshoot_bytes
     result.host_waits, result.map_calls = stats.host_waits / steps, stats.map_calls / steps
+    result.waited_ms = {
+        what: round(getattr(stats, f"{what}_wait_ns") / 1e6 / steps, 3)
+        for what in ("pinning", "copy", "gpu")
+    }
     result.h2d, result.d2h = stats.h2d_bytes / steps, stats.d2h_bytes / steps
     result.dropped = stats.dropped_bytes / steps
     result.written = stats.weights_written_bytes / steps

@@ -196,6 +196,14 @@ class Weights:
         self.rows.update((claim, row.as_dict()) for claim, row in self.printed.items())
 
 
+def waits_of(one: Result) -> str:
+    """Empty where the host waited for nothing. An event made in a step counts, at no time."""
+    if one.host_waits == 0:
+        return ""
+    times = ", ".join(f"{what} {ms:.2f} ms" for what, ms in one.waited_ms.items())
+    return f"host waits {one.host_waits:.1f} ({times})  "
+
+
 def line_of(case: Case, one: Result) -> str:
     if not one.measured:
         return f"{case.name:28} {one.absent or one.error}"
@@ -204,7 +212,7 @@ def line_of(case: Case, one: Result) -> str:
         f"{case.name:28} {one.step:7.1f} ms  peak {one.peak / GB:6.2f}  "
         f"reserved {one.reserved / GB:6.2f} GB  loads {one.loads:4.1f} (late {one.late:.1f})  "
         f"h2d {one.h2d / GB:5.2f} d2h {one.d2h / GB:5.2f} dropped {one.dropped / GB:5.2f} GB  "
-        f"over {one.overshoot / GB:.2f}  maps {one.map_calls:.0f}  "
+        f"over {one.overshoot / GB:.2f}  maps {one.map_calls:.0f}  {waits_of(one)}"
         f"{one.seconds:.0f} s (about {case.seconds:.0f}){same}"
     )
 

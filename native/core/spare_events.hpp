@@ -18,33 +18,37 @@ class SpareEvents {
 
   explicit SpareEvents(Gate& gate) : gate_(gate) {}
 
-  // Once. What the driver refuses is made when it is needed.
+  // Before a step: what most need, once; and where that was not enough since the last call, half as
+  // much more, up to eight times as much in all. What the driver refuses is made when it is needed.
   void fill() {
-    if (filled_) {
-      return;
-    }
-    filled_ = true;
     for (const Kind kind : {Kind::order, Kind::time}) {
-      std::vector<driver::Event>& spare = of(kind);
-      spare.reserve(count(kind));
-      while (spare.size() < count(kind)) {
+      Spare& spare = of(kind);
+      const std::size_t most = kMostTimes * count(kind);
+      const std::size_t more = !filled_                   ? count(kind)
+                               : spare.late > spare.known ? count(kind) / 2
+                                                          : 0;
+      spare.known = spare.late;
+      spare.events.reserve(spare.events.size() + more);
+      for (std::size_t i = 0; i < more && spare.made < most; ++i) {
         const driver::Event event = make(kind);
         if (event == nullptr) {
-          return;
+          break;
         }
-        spare.push_back(event);
+        ++spare.made;
+        spare.events.push_back(event);
       }
     }
+    filled_ = true;
   }
   // Null where the driver refuses.
   driver::Event take(Kind kind) {
-    std::vector<driver::Event>& spare = of(kind);
-    if (spare.empty()) {
-      late_ += filled_ ? 1 : 0;
+    Spare& spare = of(kind);
+    if (spare.events.empty()) {
+      spare.late += filled_ ? 1 : 0;
       return make(kind);
     }
-    const driver::Event event = spare.back();
-    spare.pop_back();
+    const driver::Event event = spare.events.back();
+    spare.events.pop_back();
     return event;
   }
   // One of the context that is current. Null where the driver refuses.
@@ -53,22 +57,29 @@ class SpareEvents {
     const unsigned flags = kind == Kind::order ? driver::kEventDisableTiming : 0;
     return gate_->event_create(&event, flags) == driver::kSuccess ? event : nullptr;
   }
-  void give(Kind kind, driver::Event event) { of(kind).push_back(event); }
-  bool empty(Kind kind) { return of(kind).empty(); }
+  void give(Kind kind, driver::Event event) { of(kind).events.push_back(event); }
+  bool empty(Kind kind) { return of(kind).events.empty(); }
   // How many were made in the middle of a step: each may have held the host.
-  std::uint64_t late() const { return late_; }
+  std::uint64_t late() const { return spare_[0].late + spare_[1].late; }
 
  private:
   // What 500 records and their copies name before the GPU has come to the first of them: all that
   // the recorded steps of tests/native/traces need at half of their activations.
   static constexpr std::size_t count(Kind kind) { return kind == Kind::order ? 3072 : 1280; }
 
-  std::vector<driver::Event>& of(Kind kind) { return spare_[static_cast<std::size_t>(kind)]; }
+  static constexpr std::size_t kMostTimes = 8;
+
+  struct Spare {
+    std::vector<driver::Event> events;
+    std::size_t made = 0;     // by `fill`
+    std::uint64_t late = 0;   // that a step had to make,
+    std::uint64_t known = 0;  // of those, as `fill` saw it last
+  };
+  Spare& of(Kind kind) { return spare_[static_cast<std::size_t>(kind)]; }
 
   Gate& gate_;
-  std::array<std::vector<driver::Event>, 2> spare_;
+  std::array<Spare, 2> spare_;
   bool filled_ = false;
-  std::uint64_t late_ = 0;
 };
 
 }  // namespace stagehand::core

@@ -215,6 +215,34 @@ TEST("what a step needs was made as the first pool was entered; what comes on to
   CHECK_EQ(clocks.bank.events.late(), 1);
 }
 
+TEST("a step that needs more events than were made has more before the next one, up to a limit") {
+  Clocks clocks;
+  clocks.bank.events.fill();
+  Tick tick;
+  const auto step = [&] {  // the GPU comes to nothing while it is queued
+    for (int i = 0; i < 2000; ++i) {
+      clocks.a.record(&tick);
+      clocks.b.record(&tick);
+    }
+  };
+  step();
+  const std::uint64_t late = clocks.bank.events.late();
+  CHECK(late > 0);
+  clocks.bank.events.fill();
+  step();
+  CHECK_EQ(clocks.bank.events.late(), late);
+  const std::uint64_t before = Clocks::calls("cuEventCreate");
+  clocks.bank.events.fill();  // nothing was late
+  CHECK_EQ(Clocks::calls("cuEventCreate"), before);
+  for (int i = 0; i < 40; ++i) {
+    while (clocks.bank.events.late() < late + i) {
+      clocks.bank.events.take(SpareEvents::Kind::order);
+    }
+    clocks.bank.events.fill();
+  }
+  CHECK(Clocks::calls("cuEventCreate") < before + 8 * 3072);
+}
+
 TEST("where none is left, what has passed is looked for before another is made") {
   Clocks clocks;
   clocks.bank.events.fill();
