@@ -115,7 +115,11 @@ def compare(ranked: Ranked, options: argparse.Namespace) -> dict[str, Any]:
     high = start + int(share * (mapped() - start))
     ranked.settle()
     pool = stagehand_alloc.pool(high=high, mode=options.mode, telemetry=options.folder / TELEMETRY)
-    same = [ranked.step(pool) == expected for _ in range(STEPS)]
+    same, steps = [], []
+    for _ in range(STEPS):
+        same.append(ranked.step(pool) == expected)
+        step = pool.step_stats()
+        steps.append({each: step[each] for each in ("mapped_peak", "overshoot_bytes")})
     found = pool.stats()
     return {
         "same": same,
@@ -124,6 +128,7 @@ def compare(ranked: Ranked, options: argparse.Namespace) -> dict[str, Any]:
         "evicted_bytes": found.evicted_bytes,
         "overshoot_bytes": found.overshoot_bytes,
         "last": pool.step_stats(),
+        "steps": steps,
         "host_share": stagehand_alloc.Config().host_limit_bytes() / available_host_bytes(),
     }
 
