@@ -71,20 +71,36 @@ Chunk PinnedPool::start_growth_ahead() {
     });
   }
   if (chunk.size == 0) {
-    chunk = grow([this](std::size_t i) { return initial_[i]; });
+    chunk = grow([this](std::size_t i) { return first_waits() ? 0 : initial_[i]; });
   }
   if (chunk.size == 0) {
     chunk = grow([this](std::size_t i) {
       const bool last = i + 1 == sizes_.bytes.size() || sizes_.bytes[i + 1] > kFirst;
-      return last ? first_ - std::min(first_, planned()) : 0;
+      return last && !first_waits() ? first_ - std::min(first_, planned()) : 0;
     });
   }
   due_ = chunk.size > 0;
   return chunk;
 }
 
+// The driver holds up who calls it while memory is registered: a first forward that has room for
+// all took 240 ms more. So what nobody needs yet waits until memory may run short.
+void PinnedPool::begin_step() {
+  expected_.assign(expected_.size(), 0);
+  first_due_ = false;
+}
+
+void PinnedPool::want_first() {
+  due_ = due_ || first_waits();
+  first_due_ = true;
+}
+
+// Not where the counts were asked for.
+bool PinnedPool::first_waits() const { return !first_due_ && first_ > planned(); }
+
 // As `take` would choose slabs with all of them free.
 void PinnedPool::expect(Bytes bytes, Bytes of) {
+  want_first();
   for (Bytes left = bytes; left > 0;) {
     const std::size_t size = sizes_.choose(left, bytes);
     const std::size_t whole = sizes_.class_of(size);
@@ -129,6 +145,7 @@ void PinnedPool::retry() {
 
 // After a slab was taken: where few are left that could serve the next of its size, more are due.
 void PinnedPool::want_spare(std::size_t size) {
+  want_first();
   Bytes left = free_bytes(size) + coming_[size];
   for (std::size_t i = sizes_.cells; i < size; ++i) {
     left += sizes_.bytes[i] >= kFill ? free_bytes(i) : 0;

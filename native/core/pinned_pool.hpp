@@ -69,7 +69,9 @@ class PinnedPool {
   Chunk start_growth(Bytes wanted);
   // One in `of` storages of that size will be asked for in this step.
   void expect(Bytes bytes, Bytes of);
-  void begin_step() { expected_.assign(expected_.size(), 0); }
+  // Of the initial counts and of `first`, what is lacking waits for the next slab that is taken or
+  // expected, unless `first` is 0.
+  void begin_step();
   // The same for who grows ahead of need: spare slabs where slabs were taken last, what is
   // expected, then the initial counts, then what `first` lacks.
   Chunk start_growth_ahead();
@@ -127,6 +129,8 @@ class PinnedPool {
   }
   Chunk reserve(std::size_t size, Bytes want);
   void want_spare(std::size_t size);
+  void want_first();
+  bool first_waits() const;
   Slab* node();
   bool passed(const Fence& fence, ClockBank& clocks) const;
   Bytes free_bytes(std::size_t size) const { return free_[size].size() * sizes_.bytes[size]; }
@@ -152,6 +156,7 @@ class PinnedPool {
   std::vector<std::byte*> next_;
   std::vector<Slab*> uncut_later_;  // a slab all of whose cells are back: kept for the next ones
   Bytes first_ = 0;
+  bool first_due_ = true;        // not once a step has begun and needs none
   std::vector<Bytes> initial_;   // bytes of the initial counts that were not started yet
   std::vector<Bytes> made_;      // bytes of all chunks
   std::vector<Bytes> coming_;    // bytes being made

@@ -331,6 +331,40 @@ TEST("slabs of the first amount come after the initial ones, and whoever takes s
   pool.pool.finish_growth(first, false);
 }
 
+TEST("once a step has begun the first amount waits until a slab is taken or expected") {
+  for (const bool taken : {true, false}) {
+    Pool pool({{1_MiB, 4_MiB}, {2, 0}}, 1_GiB);
+    pool.pool.configure(pool.pool.classes(), 1_GiB, 600_MiB);
+    const Chunk before = pool.pool.start_growth_ahead();
+    CHECK_EQ(before.size, 2_MiB);
+    pool.pool.finish_growth(before, false);
+    pool.pool.configure(pool.pool.classes(), 1_GiB, 600_MiB);
+    CHECK(pool.grow(1_MiB));
+    pool.pool.begin_step();
+    CHECK_EQ(pool.pool.start_growth_ahead().size, 0);
+    CHECK(!pool.pool.growth_due());
+    if (taken) {
+      pool.give(pool.take(1_MiB));
+    } else {
+      pool.pool.expect(1_MiB, 64);
+    }
+    CHECK(pool.pool.growth_due());
+    Bytes pinned = 0;
+    for (Chunk chunk = pool.pool.start_growth_ahead(); chunk.size > 0;
+         chunk = pool.pool.start_growth_ahead()) {
+      pinned += chunk.size;
+      pool.pool.finish_growth(chunk, false);
+    }
+    CHECK(pinned > 0);
+  }
+}
+
+TEST("counts that were asked for are pinned though a step has begun") {
+  Pool pool({{1_MiB, 4_MiB}, {2, 0}}, 64_MiB);
+  pool.pool.begin_step();
+  CHECK_EQ(pool.pool.start_growth_ahead().size, 2_MiB);
+}
+
 TEST("a limit below one slab of the smallest class pins nothing") {
   Pool pool({{1_MiB, 4_MiB}, {4, 2}}, 1_MiB - 1);
   CHECK_EQ(pool.pool.start_growth_ahead().size, 0);

@@ -4,7 +4,8 @@
 namespace stagehand::core::test {
 namespace {
 
-TEST("what a step left above high is no peak of the next, which gives it back, but one of the run") {
+TEST(
+    "what a step left above high is no peak of the next, which gives it back, but one of the run") {
   CoreRig rig({.memory = 64_MiB});
   const auto stream = rig.stream();
   rig.budget(48_MiB, 48_MiB);
