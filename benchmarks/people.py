@@ -109,10 +109,24 @@ def place(simulated: bool) -> dict[str, Any]:
     }
 
 
+def example_of(claim: str) -> str | None:
+    """The file that a claim is about; None where it is about no example."""
+    found = re.match(r"examples/\w+\.py", claim)
+    return found[0] if found else None
+
+
 def merged(old: dict[str, Any], rows: list[dict[str, Any]], raw: dict[str, Any]) -> dict[str, Any]:
-    """The rows of both, each claim once: the newer one, where the older stood. Raw by section."""
+    """The rows of both, each claim once: the newer one, where the older stood. Raw by section.
+
+    An example's rows go with those of its newer run: one that fails says less than one that runs.
+    """
     new = {row["claim"]: row for row in rows}
-    kept = [new.pop(row["claim"], row) for row in old.get("rows", [])]
+    again = {example_of(claim) for claim in new} - {None}
+    kept = [
+        new.pop(row["claim"], row)
+        for row in old.get("rows", [])
+        if row["claim"] in new or example_of(row["claim"]) not in again
+    ]
     was = old.get("raw", {})
     parts = {name: {**was.get(name, {}), **part} for name, part in raw.items()}
     return {"rows": [*kept, *new.values()], "raw": {**was, **parts}}

@@ -68,6 +68,14 @@ def test_a_second_call_replaces_its_own_rows_and_leaves_the_others() -> None:
     }
 
 
+def test_an_examples_rows_go_with_those_of_its_newer_run() -> None:
+    claims = ("examples/a.py runs", "examples/ab.py: moved", "advice")
+    old = {"rows": [{"claim": claim, "value": 0} for claim in claims]}
+    new = people.merged(old, [{"claim": "examples/a.py: moved", "value": 1}], {})
+    found = [(row["claim"], row["value"]) for row in new["rows"]]
+    assert found == [("examples/ab.py: moved", 0), ("advice", 0), ("examples/a.py: moved", 1)]
+
+
 def test_what_was_measured_is_written_though_the_rest_is_cut_short(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
