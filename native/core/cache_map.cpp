@@ -56,6 +56,7 @@ void CacheMap::snapshot() {
   lives_.clear();
   holes_.clear();
   pages_.clear();
+  streams_.clear();
   aside_.clear();
   releasable_ = 0;
   usage_.reserved = usage_.allocated = usage_.aside = small_ = 0;
@@ -165,6 +166,7 @@ void CacheMap::add_segment(const CacheEvent& event) {
   }
   expandable_ |= segment.expandable;
   add_pages(segment, event.bytes);
+  add_to_stream(segment, event.bytes);
   add_releasable(segment, segment.bytes);
   Address base = event.address;
   Address hole_begin = base;
@@ -206,6 +208,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
   small_ -= found->second.small ? std::min(small_, event.bytes) : 0;
   remove_releasable(found->second, event.bytes);
   remove_pages(found->second, event.bytes);
+  remove_from_stream(found->second, event.bytes);
   const Address base = found->first;
   const Segment segment = found->second;
   Address begin = 0;
@@ -396,6 +399,7 @@ void CacheMap::begin_step() {
   marks_young_ = true;
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
   begin_pages();
+  begin_streams();
 }
 
 std::uint64_t CacheMap::serial() {

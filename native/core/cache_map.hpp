@@ -140,6 +140,9 @@ class CacheMap {
   // What segments of small blocks grow by until they are what they were at most in the last two
   // steps.
   Bytes small_growth();
+  // What segments of large blocks of all streams but this one grow by until each has what it had at
+  // most in this step or the two before it.
+  Bytes growth_of_others(driver::Stream stream);
   // The whole pages of an expandable segment for large blocks between two offsets in it.
   static Bytes whole_pages(Bytes begin, Bytes end);
 
@@ -175,6 +178,9 @@ class CacheMap {
   void add_pages(const Segment& segment, Bytes bytes);
   void remove_pages(const Segment& segment, Bytes bytes);
   void begin_pages();
+  void add_to_stream(const Segment& segment, Bytes bytes);
+  void remove_from_stream(const Segment& segment, Bytes bytes);
+  void begin_streams();
 
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
@@ -196,6 +202,12 @@ class CacheMap {
     Bytes lacking = 0;      // what was mapped when it found no hole; 0 once it has grown
   };
   std::pmr::map<Owner, PageCount> pages_{&nodes_};
+  struct StreamCount {  // of segments of large blocks, whatever pool they are in
+    Bytes mapped = 0;
+    Bytes peak = 0;                 // since the step began
+    std::array<Bytes, 2> before{};  // in the two steps before
+  };
+  std::pmr::map<driver::Stream, StreamCount> streams_{&nodes_};
   std::pmr::map<Owner, std::pmr::multiset<Bytes>> holes_{&nodes_};
   Usage usage_;
   Bytes mark_ = kUnlimited;

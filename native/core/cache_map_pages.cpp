@@ -1,5 +1,5 @@
-// What the engine itself has torch hand out, and how many pages of expandable segments each stream
-// has.
+// What the engine itself has torch hand out, and how much of expandable segments, and of all, each
+// stream has.
 #include <algorithm>
 #include <utility>
 
@@ -64,6 +64,40 @@ void CacheMap::lacks_pages(const Owner& owner) {
   if (const auto found = pages_.find(owner); found != pages_.end()) {
     found->second.lacking = found->second.mapped;
   }
+}
+
+void CacheMap::add_to_stream(const Segment& segment, Bytes bytes) {
+  if (!segment.small) {
+    StreamCount& count = streams_[segment.owner.stream];
+    count.mapped += bytes;
+    count.peak = std::max(count.peak, count.mapped);
+  }
+}
+
+void CacheMap::remove_from_stream(const Segment& segment, Bytes bytes) {
+  if (!segment.small) {
+    Bytes& mapped = streams_[segment.owner.stream].mapped;
+    mapped -= std::min(mapped, bytes);
+  }
+}
+
+void CacheMap::begin_streams() {
+  for (auto& [stream, count] : streams_) {
+    count.before = {std::exchange(count.peak, count.mapped), count.before.front()};
+  }
+  std::erase_if(streams_, [](const auto& one) {  // it may never come again
+    return one.second.before == std::array<Bytes, 2>{};
+  });
+}
+
+Bytes CacheMap::growth_of_others(driver::Stream stream) {
+  const Lock lock(mutex_);
+  Bytes growth = 0;
+  for (const auto& [other, count] : streams_) {
+    const Bytes most = std::max({count.peak, count.before.front(), count.before.back()});
+    growth += other != stream ? most - count.mapped : 0;
+  }
+  return growth;
 }
 
 }  // namespace stagehand::core

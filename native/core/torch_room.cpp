@@ -36,6 +36,11 @@ Bytes TorchStore::growth_for(Bytes request) {
   return cache_.growth_for(request) + (request > kSmallLimit ? room_for_small() : 0);
 }
 
+// Nothing goes back while a MemPool serves: what one stream's memory grows by, no other stream has.
+Bytes TorchStore::room_for_others(driver::Stream stream) {
+  return route_.here() ? cache_.growth_of_others(stream) : 0;
+}
+
 // Others use the device too, and torch asks only once: what growth may reach at most.
 Bytes TorchStore::roof_of_driver(Bytes growth, Bytes roof) {
   std::size_t driver_free = 0;
@@ -82,7 +87,8 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   if (take_aside(request, owner)) {
     return true;
   }
-  const Bytes roof = roof_of_driver(growth, d_.ceiling());
+  const Bytes all = roof_of_driver(growth, d_.ceiling());
+  const Bytes roof = all - std::min(all, room_for_others(stream));
   if (fits_under(d_.counters.mapped, growth, roof)) {
     return !due.storages.empty();
   }

@@ -405,7 +405,9 @@ void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
   refresh();
   const Bytes roof = roof_of_driver(0, d_.ceiling());
   const Bytes most = roof - std::min(roof, d_.counters.mapped + room_for_small());
-  const Bytes bytes = but_for_others(most) / CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;
+  const Bytes others = room_for_others(stream);
+  const Bytes bytes = std::min(but_for_others(most), most - std::min(most, others)) /
+                      CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;
   const Bytes peak = cache_.usage().allocated_peak;
   const Unlocked unlocked(entry);
   HeldStorage held;
@@ -462,7 +464,7 @@ Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream
   const CacheMap::Owner owner = owner_here(stream);
   const auto may_grow = [&](Bytes request) {
     const Bytes growth = cache_.growth_for(request);
-    const Bytes roof = d_.ceiling();
+    const Bytes roof = d_.ceiling() - std::min(d_.ceiling(), room_for_others(stream));
     return fits_under(d_.counters.mapped, growth + room_for_small(), roof) &&
            fits_under(d_.counters.mapped, growth, roof_of_driver(growth, roof));
   };

@@ -127,6 +127,7 @@ class TorchStore final : public Store {
   Bytes room_for_small();
   Bytes growth_for(Bytes request);
   Bytes roof_of_driver(Bytes growth, Bytes roof);
+  Bytes room_for_others(driver::Stream stream);
   // torch_aside.cpp
   void lacked(Bytes request, const CacheMap::Owner& owner);
   void set_aside(Entry& entry);

@@ -112,6 +112,19 @@ inline void end_now(Route& route, int device) {
   route.on.store(false);
 }
 
+// After all that was queued for the end of this backward before: FSDP2 reduces the gradients of the
+// first layers there, which are the MemPool's like all others.
+inline void tell_its_end(int device) {
+  torch::autograd::Engine::get_default_engine().queue_callback([device] {
+    try {
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [device] { g_listener.backward_ended(device); });
+    } catch (const std::exception&) {
+      g_listener.backward_ended(device);
+    }
+  });
+}
+
 inline bool route(int device, const std::uint64_t pool[2], bool backward) {
   Route& route = route_of(device);
   try {
@@ -135,8 +148,7 @@ inline bool route(int device, const std::uint64_t pool[2], bool backward) {
     const auto at = static_cast<std::size_t>(device);
     const int task = torch::autograd::get_current_graph_task_id();
     if (t_backwards[at] != task + 1) {
-      torch::autograd::Engine::get_default_engine().queue_callback(
-          [device] { g_listener.backward_ended(device); });
+      tell_its_end(device);
       t_backwards[at] = task + 1;
     }
     t_turns[at] = route.turn.load();

@@ -143,6 +143,29 @@ def test_backward_is_served_and_what_follows_it_is_not(torch_books: None) -> Non
         x.grad = None
 
 
+def test_what_a_library_does_as_a_backward_ends_is_served_too(torch_books: None) -> None:
+    """FSDP2 reduces the first layers' gradients there, DDP writes them back."""
+
+    class Queues(Probe):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: Probe.seen.append(fresh()))
+            return gradient * 2
+
+    pool = mem_pool()
+    x = rows().requires_grad_()
+    for _ in range(STEPS):
+        Probe.seen.clear()
+        with pool:
+            ours = fresh()
+            loss = Queues.apply(x).sum()
+        loss.backward()
+        assert Probe.seen == [ours]
+        assert fresh() == DEFAULT
+        x.grad = None
+
+
 def test_an_optimizers_state_is_not_in_the_mem_pool(torch_books: None) -> None:
     model, x = mlp(), rows()
     optimizer = torch.optim.AdamW(model.parameters())

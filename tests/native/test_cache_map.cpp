@@ -379,6 +379,28 @@ TEST("a request grows the cache by the segment torch asks the driver for") {
   CHECK_EQ(map.growth_for(21_MiB + 1), 22_MiB);
 }
 
+TEST("other streams are expected to have what they had at most in this step and the two before") {
+  Map map;
+  int side = 0;
+  const driver::Stream main = map.stream;
+  map.segment(0, 100_MiB);
+  map.stream = &side;
+  map.segment(100_MiB, 60_MiB);
+  map.segment(200_MiB, 2_MiB);  // of small blocks: small_growth's
+  CHECK_EQ(map.growth_of_others(main), 0);
+  map.segment_gone(100_MiB, 60_MiB);
+  CHECK_EQ(map.growth_of_others(main), 60_MiB);
+  CHECK_EQ(map.growth_of_others(&side), 0);
+  map.begin_step();
+  map.pool = {1, 0};
+  map.segment(100_MiB, 20_MiB);  // whatever pool its memory is in
+  CHECK_EQ(map.growth_of_others(main), 40_MiB);
+  map.begin_step();
+  CHECK_EQ(map.growth_of_others(main), 40_MiB);
+  map.begin_step();
+  CHECK_EQ(map.growth_of_others(main), 0);
+}
+
 TEST("segments of small blocks are expected to be as many as at most in the last two steps") {
   Map map;
   const auto step = [&](Bytes segments) {
