@@ -13,6 +13,7 @@ void PinnedPool::configure(const SizeClasses& classes, Bytes host_limit, Bytes f
   with_weights_ = with_weights;
   counters_.host_limit = with_weights ? host_limit : 0;
   first_ = first;
+  first_due_ = true;
   if (sizes_.bytes.empty() || classes.bytes != classes_.bytes) {
     SH_CHECK(chunks_.empty() && growing_ == 0);
     sizes_ = SlabSizes(classes);

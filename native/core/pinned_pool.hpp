@@ -156,7 +156,7 @@ class PinnedPool {
   std::vector<std::byte*> next_;
   std::vector<Slab*> uncut_later_;  // a slab all of whose cells are back: kept for the next ones
   Bytes first_ = 0;
-  bool first_due_ = true;        // not once a step has begun and needs none
+  bool first_due_ = true;        // not once a step has begun that needs none
   std::vector<Bytes> initial_;   // bytes of the initial counts that were not started yet
   std::vector<Bytes> made_;      // bytes of all chunks
   std::vector<Bytes> coming_;    // bytes being made

@@ -95,10 +95,7 @@ void Runtime::set_budget(const Budget& budget) {
   pool_serial_ = d_.books.serial();
   const Bytes target = d_.ceiling();  // what the step is known to need again stays
   if (d_.store->begin_step(target)) {
-    const Counters before = counted_now();
     d_.store->trim(entry, target);
-    step_.reset_step(before);
-    start_peaks();
   }
 }
 

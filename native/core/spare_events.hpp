@@ -5,6 +5,7 @@
 // Guarded by the device's lock. What is kept is of the device's own context.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -18,15 +19,15 @@ class SpareEvents {
 
   explicit SpareEvents(Gate& gate) : gate_(gate) {}
 
-  // Before a step: what most need, once; and where that was not enough since the last call, half as
-  // much more, up to eight times as much in all. What the driver refuses is made when it is needed.
+  // Before a step: what most need, once; and where that was not enough since the last call, twice
+  // what was lacking, at most half as much more at once and eight times as much in all. What the
+  // driver refuses is made when it is needed.
   void fill() {
     for (const Kind kind : {Kind::order, Kind::time}) {
       Spare& spare = of(kind);
       const std::size_t most = kMostTimes * count(kind);
-      const std::size_t more = !filled_                   ? count(kind)
-                               : spare.late > spare.known ? count(kind) / 2
-                                                          : 0;
+      const std::size_t lacked = spare.late - spare.known;
+      const std::size_t more = filled_ ? std::min(2 * lacked, count(kind) / 2) : count(kind);
       spare.known = spare.late;
       spare.events.reserve(spare.events.size() + more);
       for (std::size_t i = 0; i < more && spare.made < most; ++i) {

@@ -22,13 +22,9 @@ class StepBook {
   }
   // Before the counters' peaks are reset: a step begins, or the peaks of the run do.
   void begin_step(const Counters& now) {
-    reset_step(now);
-    began_ = now;
-  }
-  // What the step before left has gone back: it is no peak of this one.
-  void reset_step(const Counters& now) {
     run_.raise_peaks(now);
     step_ = {};
+    began_ = now;
   }
   void reset_run(const Counters& now) {
     step_.raise_peaks(now);

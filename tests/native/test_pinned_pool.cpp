@@ -359,6 +359,16 @@ TEST("once a step has begun the first amount waits until a slab is taken or expe
   }
 }
 
+TEST("a pool that is made between two steps has its first amount pinned at once") {
+  Pool pool({{1_MiB, 4_MiB}, {2, 0}}, 1_GiB);
+  pool.pool.begin_step();
+  pool.pool.configure(pool.pool.classes(), 1_GiB, 600_MiB);
+  CHECK(pool.pool.growth_due());
+  const Chunk chunk = pool.pool.start_growth_ahead();
+  CHECK_EQ(chunk.size, 2_MiB);
+  pool.pool.finish_growth(chunk, false);
+}
+
 TEST("counts that were asked for are pinned though a step has begun") {
   Pool pool({{1_MiB, 4_MiB}, {2, 0}}, 64_MiB);
   pool.pool.begin_step();

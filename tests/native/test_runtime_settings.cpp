@@ -4,25 +4,6 @@
 namespace stagehand::core::test {
 namespace {
 
-TEST(
-    "what a step left above high is no peak of the next, which gives it back, but one of the run") {
-  CoreRig rig({.memory = 64_MiB});
-  const auto stream = rig.stream();
-  rig.budget(48_MiB, 48_MiB);
-  const Address live = rig.allocate(8_MiB, stream);
-  CHECK(rig.runtime->free(rig.allocate(32_MiB, stream)));
-  stagehand_sim_drain();
-  rig.runtime->read_step();
-  rig.budget(16_MiB, 16_MiB);
-  const Reading step = rig.runtime->read_step();
-  CHECK(step.counters.mapped_peak <= 16_MiB);
-  CHECK(rig.runtime->read().counters.mapped_peak >= 40_MiB);
-  rig.runtime->reset_peaks();
-  CHECK(rig.runtime->read().counters.mapped_peak <= 16_MiB);
-  CHECK(rig.runtime->free(live));
-  rig.verify_empty();
-}
-
 TEST("bytes in pageable memory survive new pinned classes") {
   CoreRig rig({.memory = 64_MiB, .classes = {{1_MiB}, {1}}, .host_limit = 0});
   const auto stream = rig.stream();
