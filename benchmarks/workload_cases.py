@@ -122,7 +122,7 @@ CASES = {
         same_budget=("50",),
     ),
     "fsdp2": Case(
-        "FSDP2, GPT of width 2560, sequence 12288, two GPUs",
+        "FSDP2, GPT of width 2560, sequence 12288, two GPUs; ours with gradients_on_one_stream",
         *("fsdp2", GPT_RANKS, TINY_SMALL),
         {"80": Bar(1.03)},
         ranks=2,

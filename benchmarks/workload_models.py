@@ -46,6 +46,8 @@ class Workload:
     blocks: list[nn.Module]
     loss: Callable[[int], Tensor]
     keep_gradients: bool = False
+    # What a user of ours adds to the model; what it returns has `remove`.
+    ours: Callable[[], Any] | None = None
 
     def step(self, number: int, around: Around, phase: Phase) -> Tensor:
         with around():
@@ -295,7 +297,13 @@ def _fsdp2(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     for part in (*blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    return Workload(model, blocks, lambda _: loss(0))
+
+    def one_stream() -> Any:
+        from stagehand_alloc.integrations.fsdp2 import gradients_on_one_stream
+
+        return gradients_on_one_stream(model)
+
+    return Workload(model, blocks, lambda _: loss(0), ours=one_stream)
 
 
 def _ddp(shape: dict[str, Any], dtype: torch.dtype) -> Workload:

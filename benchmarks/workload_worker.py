@@ -61,6 +61,7 @@ class WorkloadWorker(worker.Worker):
         atexit.register(self._end_others)
         self._last: str | None = None  # the mode of the last step
         self._work: workload_models.Workload | None = None
+        self._ours: Any = None  # what the modes with a pool add to the model
 
     def do(self, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """On all ranks. The reply is rank 0's; an error of any is raised."""
@@ -285,8 +286,13 @@ class WorkloadWorker(worker.Worker):
         self._last = None
 
     def _enter(self, mode: str) -> None:
-        """Leave nothing of another mode in the cache."""
+        """Leave nothing of another mode in the cache, and the model as this mode has it."""
         if mode != self._last:
+            if self._ours is not None:
+                self._ours.remove()
+            add = self._workload.ours if mode in self.pools else None
+            self._ours = None if add is None else add()
+            self._training.zero_grad()
             gc.collect()
             self.empty_cache()
             self._last = mode

@@ -72,6 +72,8 @@ class PinnedPool {
   // Of the initial counts and of `first`, what is lacking waits for the next slab that is taken or
   // expected, unless `first` is 0.
   void begin_step();
+  // What is lacking of them is wanted now.
+  void want_first();
   // The same for who grows ahead of need: spare slabs where slabs were taken last, what is
   // expected, then the initial counts, then what `first` lacks.
   Chunk start_growth_ahead();
@@ -129,7 +131,6 @@ class PinnedPool {
   }
   Chunk reserve(std::size_t size, Bytes want);
   void want_spare(std::size_t size);
-  void want_first();
   bool first_waits() const;
   Slab* node();
   bool passed(const Fence& fence, ClockBank& clocks) const;

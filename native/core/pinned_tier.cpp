@@ -62,6 +62,14 @@ void PinnedTier::begin_step() {
   pool_.begin_step();
 }
 
+void PinnedTier::end_empty_step() {
+  const Lock lock(mutex_);
+  pool_.want_first();
+  if (options_.ahead && pool_.growth_due()) {
+    work_.notify_one();
+  }
+}
+
 void PinnedTier::wait_until(Lock& lock, auto done) {
 #ifdef STAGEHAND_TESTING
   while (pin_by_hand != nullptr && !done()) {

@@ -52,6 +52,8 @@ class PinnedTier final : public Tier {
   Slab* take_pageable(Bytes bytes);
   // A step begins: memory that the driver refused may be there by now.
   void begin_step();
+  // The step saved nothing: what is pinned first is, as before any step.
+  void end_empty_step();
 
   // Settings. With other sizes, slabs of the old ones go: only while `idle`, after `hold(true)`,
   // which also waits for what is being pinned by the thread. Without the device's lock.

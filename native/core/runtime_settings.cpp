@@ -103,6 +103,9 @@ void Runtime::clear_budget() {
   Entry entry(d_.gate);
   d_.departures.flush();
   d_.clocks.timeline.note(Timeline::What::left, 0, 0, d_.counters);
+  if (d_.plan.moment() == 0) {
+    d_.host.end_empty_step();
+  }
   d_.books.pool_left();
 }
 

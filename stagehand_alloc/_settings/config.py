@@ -28,7 +28,7 @@ from stagehand_alloc._settings.sizes import (
 if TYPE_CHECKING:
     import torch
 
-FIRST_SHARE = 32  # of a device's memory is pinned from the start, where nothing else is asked for
+FIRST_SHARE = 16  # of a device's memory is pinned from the start, where nothing else is asked for
 NODES = "nodes"  # Config.recompute: what autograd's own nodes can make, and nothing else
 
 DeviceLike: TypeAlias = "int | str | torch.device | None"

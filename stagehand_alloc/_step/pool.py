@@ -29,6 +29,7 @@ from stagehand_alloc._errors import (
     PoolError,
     PoolThreadError,
     SizeError,
+    StagehandError,
     in_one_line,
 )
 from stagehand_alloc._extension import native
@@ -123,10 +124,18 @@ class Pool:
 
         The device that is current now may not be the one at the first entry, which is the pool's.
         """
-        if self._config.enabled and _install.is_installed():
+        if not self._config.enabled:
+            return
+        if _install.is_installed():
             self._config.budget(self._look_at_device()[1])
             if not process.has_host_memory():
                 self._configure_host_memory()
+        elif not process.has_host_memory() and _cuda_is_up():
+            with contextlib.suppress(StagehandError, RuntimeError):  # the first entry says so
+                _driver.start()
+                device, _ = self._look_at_device()
+                self._configure_host_memory()
+                native.open_device(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and was never entered: for models that hold a pool.
@@ -601,6 +610,13 @@ def pool(
     made = Pool(settings, keep, marks or _marks_found(settings), on_step)
     made._prepare()
     return made
+
+
+def _cuda_is_up() -> bool:
+    import torch
+
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized())
 
 
 def _marks_found(config: Config) -> Marks | None:

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 ranks.py ddp native FOLDER [--simulated]
 
+"one-stream" is FSDP2 with its gradients in memory of the stream that computes.
+
 Each rank writes FOLDER/rank<N>.json, and all of them their telemetry to one file. A GPU for each;
 with --simulated a simulated one for each, in mode "allocator", and gloo in the place of NCCL.
 """
@@ -28,6 +30,7 @@ import stagehand_alloc
 from stagehand_alloc import _native
 from stagehand_alloc._settings.host_memory import available_host_bytes
 from stagehand_alloc._torch_side import install as _install
+from stagehand_alloc.integrations.fsdp2 import gradients_on_one_stream
 
 STEPS = 5
 TELEMETRY = "steps.jsonl"  # of all ranks
@@ -37,7 +40,7 @@ SIZES = {True: (128, 8, 1024), False: (1024, 12, 16384)}  # simulated or not: wi
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("ddp", "fsdp2"))
+    parser.add_argument("kind", choices=("ddp", "fsdp2", "one-stream"))
     parser.add_argument("mode", choices=("native", "allocator", "mempool"))
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--simulated", action="store_true")
@@ -72,12 +75,18 @@ class Ranked:
         self.rows = torch.randn(rows, width).to(device)
         self.device = device
         self.model: nn.Module = whole
+        self.one_stream = False
         if kind == "ddp":
             self.model = DistributedDataParallel(whole)
             return
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for part in (*blocks, whole):
             fully_shard(part, mesh=mesh)
+        self.one_stream = kind == "one-stream"
+
+    def keep_gradients_on_one_stream(self) -> None:
+        if self.one_stream:
+            gradients_on_one_stream(self.model)
 
     def step(self, around: contextlib.AbstractContextManager[Any]) -> list[str]:
         """Digests of the loss and of this rank's gradients."""
@@ -108,6 +117,7 @@ def compare(ranked: Ranked, options: argparse.Namespace) -> dict[str, Any]:
     """Steps with a pool beside one without, and what the pool's books say of them."""
     plain = contextlib.nullcontext()
     expected = ranked.step(plain)
+    ranked.keep_gradients_on_one_stream()
     ranked.settle()
     start = mapped()
     ranked.step(plain)
@@ -129,8 +139,17 @@ def compare(ranked: Ranked, options: argparse.Namespace) -> dict[str, Any]:
         "overshoot_bytes": found.overshoot_bytes,
         "last": pool.step_stats(),
         "steps": steps,
+        "beside": beside(),
         "host_share": stagehand_alloc.Config().host_limit_bytes() / available_host_bytes(),
     }
+
+
+def beside() -> int:
+    """Bytes that torch's cache has for other streams than the one that computes."""
+    if not torch.cuda.is_initialized() or _install.is_installed():
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if one["stream"] != 0)
 
 
 def mapped() -> int:

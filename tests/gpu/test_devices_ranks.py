@@ -18,9 +18,11 @@ RANKS = pathlib.Path(__file__).with_name("ranks.py")
 WORLD = 2
 
 
-def run(folder: pathlib.Path, *arguments: str, timeout: float = 240) -> list[dict[str, Any]]:
+def run(
+    folder: pathlib.Path, *arguments: str, timeout: float = 240, world: int = WORLD
+) -> list[dict[str, Any]]:
     """What each rank found. Also for the ranks on simulated GPUs."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}")
     done = subprocess.run(
         [sys.executable, *torchrun, str(RANKS), *arguments[:2], str(folder), *arguments[2:]],
         capture_output=True,
@@ -29,11 +31,11 @@ def run(folder: pathlib.Path, *arguments: str, timeout: float = 240) -> list[dic
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.mark.parametrize("mode", ["native", "allocator", "mempool"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "one-stream"])
 def test_ranks_train_alike_with_and_without_a_pool_each_in_its_own_budget(
     tmp_path: pathlib.Path, kind: str, mode: str
 ) -> None:
@@ -47,3 +49,15 @@ def test_ranks_train_alike_with_and_without_a_pool_each_in_its_own_budget(
         assert rank["last"]["overshoot_bytes"] == 0, (rank["high"], rank["steps"])
         assert rank["last"]["mapped_peak"] <= rank["high"], (rank["high"], rank["steps"])
     assert found[0]["high"] < found[1]["high"]
+
+
+def test_fsdp2s_gradients_may_be_in_memory_of_the_stream_that_computes(
+    tmp_path: pathlib.Path, cuda: None
+) -> None:
+    found = {}
+    for kind in ("fsdp2", "one-stream"):
+        (folder := tmp_path / kind).mkdir()
+        (found[kind],) = run(folder, kind, "native", world=1)
+        assert all(found[kind]["same"])
+        assert found[kind]["last"]["overshoot_bytes"] == 0
+    assert found["one-stream"]["beside"] < found["fsdp2"]["beside"] / 2

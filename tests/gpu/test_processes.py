@@ -72,6 +72,28 @@ print("trained")
     assert "trained" in printed
 
 
+@every_mode
+def test_host_memory_is_pinned_from_the_creation_of_a_pool_on(mode: str, cuda: None) -> None:
+    printed = run(
+        BEGIN[mode]
+        + f"""
+import time
+torch.zeros(1, device="cuda")
+pool = stagehand_alloc.pool(mode={mode!r}, high="1GiB")
+deadline = time.monotonic() + 60
+while stagehand_alloc.stats().pinned_bytes == 0 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print("pinned", stagehand_alloc.stats().pinned_bytes > 0)
+with pool:
+    loss = torch.ones(1 << 20, device="cuda", requires_grad=True).exp().sum()
+loss.backward()
+print("trained")
+"""
+    )
+    assert "pinned True" in printed
+    assert "trained" in printed
+
+
 def test_a_pool_without_the_allocator_is_on_torchs_own(cuda: None) -> None:
     printed = run(
         """

@@ -278,6 +278,33 @@ TEST(
   rig.verify_empty();
 }
 
+TEST("what is pinned first waits in a step, and goes on after one that saved nothing") {
+  CoreRig rig(first_machine());
+  HandPinner pinner;
+  const auto stream = rig.stream();
+  PinnedTier& host = rig.runtime->pinned();
+  const auto pins = [&] {
+    const Chunk chunk = host.begin_chunk();
+    if (chunk.size > 0) {
+      host.end_chunk(chunk);
+    }
+    return chunk.size > 0;
+  };
+  CHECK(pins());
+  rig.budget(1_GiB, 1_GiB);
+  CHECK(!pins());
+  rig.runtime->clear_budget();
+  CHECK(pins());
+  rig.budget(1_GiB, 1_GiB);
+  const Address address = rig.allocate(4_MiB, stream);
+  const Saved saved = rig.runtime->save(address, address, address + 4_MiB);
+  CHECK(!pins());
+  rig.runtime->clear_budget();
+  CHECK(!pins());
+  rig.runtime->drop_handle(saved.record);
+  CHECK(rig.runtime->free(address));
+}
+
 }  // namespace
 }  // namespace stagehand::core::test
 
