@@ -12,6 +12,7 @@ streams, there is nothing to gain, and nothing is done.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,11 +81,8 @@ class OneStream:
             mine = torch.empty_strided(
                 local.size(), local.stride(), dtype=local.dtype, device=local.device
             )
-        # What the computing stream did in that memory before comes first; and it gets none of it
-        # back before this stream is done with it, whoever drops the gradient, and when.
-        here.wait_stream(self._stream)
+        here.wait_stream(self._stream)  # for what it did in that memory before
         mine.copy_(local)
-        mine.record_stream(here)
         local.record_stream(here)  # it may be of another one: of that before an all-reduce
         self._placed[id(parameter)] = mine.data_ptr()
         parameter.grad = DTensor.from_local(
@@ -95,3 +93,16 @@ class OneStream:
             shape=grad.size(),
             stride=grad.stride(),
         )
+        # Not record_stream: torch would hand the memory out again only once the GPU is there, and
+        # forward begins long before that.
+        held = parameter.grad.to_local()
+        weakref.finalize(held, _dropped, self._stream, here).atexit = False
+
+
+def _dropped(compute: torch.cuda.Stream, reducing: torch.cuda.Stream) -> None:
+    """A gradient goes, whoever drops it, and when: ``compute`` gets its memory after ``reducing``.
+
+    As FSDP2 has it at the end of a backward; not where one fails, or where a hook drops it before.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        compute.wait_stream(reducing)
