@@ -174,7 +174,15 @@ class Bench:
 
         again = self.training.model if recompute else False
         rates = {"d2h_bytes_per_second": rate, "h2d_bytes_per_second": rate}
-        pool = stagehand_alloc.pool(high=high, recompute=again, config=rates if rate else None)
+        plans: list[list[float]] = []
+
+        def heard(step: stagehand_alloc.StepStats) -> None:
+            found = step.numbers()
+            moved, dropped = found["spill_bytes"] / GIB, found["dropped_bytes"] / GIB
+            plans.append([round(moved, 3), round(dropped, 3), round(found["stall_time_ms"], 2)])
+
+        config = rates if rate else None
+        pool = stagehand_alloc.pool(high=high, recompute=again, config=config, on_step=heard)
         tried: list[float] = []
         gained = []
 
@@ -197,6 +205,7 @@ class Bench:
             "plain_ms": plain,
             "first": tried[0] / plain,
             "tried": [round(ms / plain, 3) for ms in tried],
+            "tried_plans": plans[: len(tried)],  # GiB moved, GiB dropped, ms late
             "dropped_gib": found.dropped_bytes / TIMED / GIB,
             "evicted_gib": found.evicted_bytes / TIMED / GIB,
             "reruns": found.reruns / TIMED,
