@@ -279,8 +279,8 @@ TEST(
 }
 
 TEST("what is pinned first waits in a step, and goes on after one that saved nothing") {
+  HandPinner pinner;  // first: else a thread pins beside it
   CoreRig rig(first_machine());
-  HandPinner pinner;
   const auto stream = rig.stream();
   PinnedTier& host = rig.runtime->pinned();
   const auto pins = [&] {
