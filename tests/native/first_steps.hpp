@@ -171,7 +171,7 @@ class FirstSteps {
   void play(const Event& event) {
     switch (event.kind) {
       case 'a':
-        tensors_[event.a] = side_.make(event.b, stream_of(event.first));
+        tensors_[event.a] = side_.make(event.b, streams_.of(event, side_.rig));
         break;
       case 'f':
         side_.drop(tensors_.at(event.a));
@@ -199,12 +199,6 @@ class FirstSteps {
         CHECK(false);
     }
   }
-  driver::Stream stream_of(std::uint64_t number) {
-    while (others_.size() < number) {
-      others_.push_back(side_.rig.stream());
-    }
-    return number == 0 ? stream_ : others_[number - 1];
-  }
   // Gradients, which the next step drops first.
   void drop_rest() {
     for (const auto& [id, tensor] : tensors_) {
@@ -217,7 +211,7 @@ class FirstSteps {
   Side side_;
   const std::vector<Event> events_;
   driver::Stream stream_ = side_.rig.stream();
-  std::vector<driver::Stream> others_;  // whose memory is used beside it
+  TraceStreams streams_{stream_};
   std::vector<typename Side::Tensor> weights_;
   Bytes start_ = 0;
   Bytes peak_ = 0;

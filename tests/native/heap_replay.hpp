@@ -184,7 +184,7 @@ class Replay {
     Runtime& runtime = *rig_.runtime;
     switch (event.kind) {
       case 'a':
-        blocks_[event.a] = rig_.allocate(event.b, stream_of(event.first));
+        blocks_[event.a] = rig_.allocate(event.b, streams_.of(event, rig_));
         break;
       case 'f':
         CHECK(runtime.free(blocks_.at(event.a)));
@@ -334,13 +334,6 @@ class Replay {
     return made;
   }
 
-  driver::Stream stream_of(std::uint64_t number) {
-    while (others_.size() < number) {
-      others_.push_back(rig_.stream());
-    }
-    return number == 0 ? stream_ : others_[number - 1];
-  }
-
   // Gradients, which the next step drops first.
   void drop_rest() {
     for (const auto& [id, address] : blocks_) {
@@ -352,7 +345,7 @@ class Replay {
   CoreRig rig_;
   std::vector<Event> events_;
   driver::Stream stream_ = rig_.stream();
-  std::vector<driver::Stream> others_;  // whose memory is used beside it
+  TraceStreams streams_{stream_};
   Bytes start_ = 0;
   Bytes peak_ = 0;
   Bytes high_ = 0;  // 0 before there is a budget

@@ -59,7 +59,7 @@ class HeldReplay {
   void play(const Event& event) {
     switch (event.kind) {
       case 'a':
-        rest_[event.a] = make(event.b, stream_of(event.first));
+        rest_[event.a] = make(event.b, streams_.of(event, rig_));
         break;
       case 'f':
         rig_.torch.drop(rest_.at(event.a));
@@ -97,17 +97,10 @@ class HeldReplay {
     }
   }
 
-  driver::Stream stream_of(std::uint64_t number) {
-    while (others_.size() < number) {
-      others_.push_back(rig_.stream());
-    }
-    return number == 0 ? stream_ : others_[number - 1];
-  }
-
   HeldRig rig_;
   const std::vector<Event> events_;
   driver::Stream stream_ = rig_.stream();
-  std::vector<driver::Stream> others_;  // whose memory is used beside it
+  TraceStreams streams_{stream_};
   bool in_forward_ = false;
   std::map<std::uint64_t, Storage*> rest_;
   std::map<std::uint64_t, SavedTensor> records_;

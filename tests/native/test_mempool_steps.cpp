@@ -103,18 +103,12 @@ class Training {
     peak_ = std::max(peak_, torch().allocated());
     return made;
   }
-  driver::Stream stream_of(std::uint64_t number) {
-    while (others_.size() < number) {
-      others_.push_back(rig_.stream());
-    }
-    return number == 0 ? stream_ : others_[number - 1];
-  }
   bool routed_here() { return rig_.runtime->route()->here(); }
   void play(const Event& event) {
     Runtime& runtime = *rig_.runtime;
     switch (event.kind) {
       case 'a':
-        tensors_[event.a] = make(event.b, stream_of(event.first));
+        tensors_[event.a] = make(event.b, streams_.of(event, rig_));
         break;
       case 'f':
         torch().drop(tensors_.at(event.a));
@@ -167,8 +161,8 @@ class Training {
   const std::string trace_;
   const std::vector<Event> events_ = read_trace(trace_);
   driver::Stream stream_ = rig_.stream();
-  std::vector<driver::Stream> others_;  // whose memory is used beside it
-  std::uint64_t number_ = 0;            // of MemPools so far
+  TraceStreams streams_{stream_};
+  std::uint64_t number_ = 0;  // of MemPools so far
   bool inside_ = false;
   bool served_ = false;
   Bytes start_ = 0;

@@ -36,6 +36,21 @@ inline std::vector<Event> read_trace(const std::string& name) {
   return events;
 }
 
+// The streams that allocations name; all but the compute stream are made as they come.
+class TraceStreams {
+ public:
+  explicit TraceStreams(driver::Stream compute) : streams_{compute} {}
+  driver::Stream of(const Event& event, auto& rig) {
+    while (streams_.size() <= event.first) {
+      streams_.push_back(rig.stream());
+    }
+    return streams_[event.first];
+  }
+
+ private:
+  std::vector<driver::Stream> streams_;
+};
+
 using Busy = driver::Result (*)(driver::Stream stream, std::uint64_t ns);
 
 inline driver::Result simulated_busy(driver::Stream stream, std::uint64_t ns) {
