@@ -15,9 +15,7 @@ bool PinnedTier::take(Bytes bytes, bool squeeze, std::vector<Slab*>* slabs, Byte
   const Lock lock(mutex_);
   const bool taken = pool_.take(bytes, squeeze, slabs, missing);
   counters_.pool_misses += taken ? 0 : 1;
-  if (options_.ahead && pool_.growth_due()) {
-    work_.notify_one();
-  }
+  grow_if_due();
   return taken;
 }
 
@@ -42,9 +40,7 @@ void PinnedTier::give(Slab* slab) {
 void PinnedTier::expect(Bytes bytes, Bytes of) {
   const Lock lock(mutex_);
   pool_.expect(bytes, of);
-  if (options_.ahead && pool_.growth_due()) {
-    work_.notify_one();
-  }
+  grow_if_due();
 }
 
 Slab* PinnedTier::take_pageable(Bytes bytes) {
@@ -56,6 +52,12 @@ Slab* PinnedTier::take_pageable(Bytes bytes) {
   return pool_.add_pageable(host, bytes);
 }
 
+void PinnedTier::grow_if_due() {
+  if (options_.ahead && pool_.growth_due()) {
+    work_.notify_one();
+  }
+}
+
 void PinnedTier::begin_step() {
   const Lock lock(mutex_);
   pool_.retry();
@@ -65,9 +67,7 @@ void PinnedTier::begin_step() {
 void PinnedTier::end_empty_step() {
   const Lock lock(mutex_);
   pool_.want_first();
-  if (options_.ahead && pool_.growth_due()) {
-    work_.notify_one();
-  }
+  grow_if_due();
 }
 
 void PinnedTier::wait_until(Lock& lock, auto done) {

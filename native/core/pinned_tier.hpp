@@ -91,6 +91,7 @@ class PinnedTier final : public Tier {
     bool made = false;
   };
 
+  void grow_if_due();  // with the lock
   bool pinner_runs() const;
   void start_pinner();
   void pin_ahead();

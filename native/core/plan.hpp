@@ -128,6 +128,10 @@ class Plan {
   bool wants_recipes() const {
     return !follows() || now_->trace->pressed || !alike(now_->trace.get(), high_);
   }
+  // Whether regions are worth their marks in the step that begins: a run of a checkpoint takes the
+  // host half a millisecond. Not while nothing left in any step that is remembered of such a budget,
+  // and the one that begins is like one of those.
+  bool wants_regions() const;
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.

@@ -123,10 +123,11 @@ void Runtime::ignored_ended(Bytes bytes) {
   d_.books.ignored_ended(bytes);
 }
 
-void Runtime::look_for_recipes() {
+bool Runtime::look_for_recipes() {
   const bool short_of_memory = d_.counters.occupied > d_.budget.low;
-  wants_recipes_.store(d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything,
-                       std::memory_order_relaxed);
+  const bool wants = d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything;
+  wants_recipes_.store(wants, std::memory_order_relaxed);
+  return wants;
 }
 
 // A record for the block, or one more handle for the one it has.

@@ -184,8 +184,9 @@ class Runtime {
   Status write_in(std::span<const Copy> copies, driver::Stream stream);
 
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
-  // for the GPU where it must.
-  void set_budget(const Budget& budget);
+  // for the GPU where it must. Whether regions are worth their marks in the step that begins
+  // (Plan::wants_regions).
+  bool set_budget(const Budget& budget);
   // The pool is closed; the watermarks stay armed until the last record dies.
   void clear_budget();
   void set_limit(Bytes limit);
@@ -248,7 +249,7 @@ class Runtime {
   Counters counted_now();  // once they are up to date
   Reading reading(const Counters& counters) const;
   void start_peaks();
-  void look_for_recipes();
+  bool look_for_recipes();  // whether it is worth it
   void release_graphs(Entry& entry);
 
   Device d_;

@@ -78,7 +78,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 
 // Budgets -----------------------------------------------------------------------------------------
 
-void Runtime::set_budget(const Budget& budget) {
+bool Runtime::set_budget(const Budget& budget) {
   Entry entry(d_.gate);
   d_.clocks.events.fill();
   d_.departures.flush();
@@ -88,7 +88,8 @@ void Runtime::set_budget(const Budget& budget) {
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, d_.live_of(occupied, d_.counters.retained));
   d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
-  look_for_recipes();
+  const bool recipes = look_for_recipes();
+  const bool regions = recipes || d_.plan.wants_regions();
   d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();
@@ -97,6 +98,7 @@ void Runtime::set_budget(const Budget& budget) {
   if (d_.store->begin_step(target)) {
     d_.store->trim(entry, target);
   }
+  return regions;
 }
 
 void Runtime::clear_budget() {

@@ -39,10 +39,10 @@ nb::dict entry_point_dict() {
   return found;
 }
 
-void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
+bool set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
   core::Runtime& runtime = opened(device);
   const GilReleased unlocked;  // may wait for the GPU to give memory back
-  runtime.set_budget({high, low, limit, true});
+  return runtime.set_budget({high, low, limit, true});
 }
 
 void clear_budget(int device) {

@@ -438,9 +438,12 @@ class Pool:
         self._begin_step(entry.device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
-        native.set_budget(device, budget.high, budget.low, budget.limit)
+        regions = native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
-        self._enter_hooks(entry)
+        # A first step may be of another model than those that are remembered. And what is written
+        # down is to tell of regions, too: advice rests on it.
+        told = self._steps == 1 or self._config.telemetry_path is not None
+        self._enter_hooks(entry, regions or told)
 
     def _build_libraries(self) -> None:
         """All that this pool loads, beside each other, where the process has not loaded it yet."""
@@ -509,7 +512,7 @@ class Pool:
             entry.allocating = _modes.allocating_from(self.mem_pool, entry.device.index)
             next(entry.allocating)
 
-    def _enter_hooks(self, entry: Entry) -> None:
+    def _enter_hooks(self, entry: Entry, regions: bool) -> None:
         from torch._C import _autograd
 
         from stagehand_alloc._built import tensors as _tensors
@@ -530,7 +533,7 @@ class Pool:
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
         entry.hooked = True
-        if self._marks is not None:
+        if self._marks is not None and regions:
             self._marks.enter()
         _autograd._push_saved_tensors_default_hooks(self._hooks.pack, self._hooks.unpack)
 

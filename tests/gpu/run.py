@@ -242,7 +242,7 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
 def default_jobs(gib: int) -> int:
     """Most of a test is one thread of its process; what it trains is smaller than GIB_OF_EACH."""
     cores = os.cpu_count() or 2
-    return max(1, min(MOST_JOBS, cores * 3 // 4, gib // GIB_OF_EACH))
+    return max(1, min(MOST_JOBS, cores * 7 // 8, gib // GIB_OF_EACH))
 
 
 def file_of(test: str) -> str:

@@ -582,6 +582,22 @@ TEST("what is mapped over high in a step known to need it is counted as over hig
   rig.verify_empty();
 }
 
+TEST("regions are worth their marks until a step like it is known, and none had anything leave") {
+  Plan plan;
+  const auto wanted = [&](Bytes high) {
+    plan.begin_step(high, 0);
+    return plan.wants_regions();
+  };
+  CHECK(wanted(kHigh));
+  step(plan, {4_MiB, 8_MiB}, {});
+  CHECK(!wanted(kHigh));
+  CHECK(wanted(kHigh / 2));
+  step(plan, {16_MiB, 16_MiB}, {0});
+  step(plan, {4_MiB, 8_MiB}, {});
+  CHECK(wanted(kHigh));
+  CHECK(wanted(kHigh / 2));
+}
+
 TEST("what a step needed inside another budget does not raise the ceiling of this one") {
   CoreRig rig;
   const auto stream = rig.stream();

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,8 +112,8 @@ def test_forward_is_as_before_once_the_pool_is_left_also_by_an_error() -> None:
     plain = own.forward
     own.forward = lambda x: plain(x)  # as libraries do that wrap it
     wrapped = own.forward
-    pool = stagehand_alloc.pool(recompute=model)
     for _ in range(2):
+        pool = stagehand_alloc.pool(recompute=model)
         with contextlib.suppress(ZeroDivisionError), pool:
             assert isinstance(model.layers[1].forward, _marks.Region)
             raise ZeroDivisionError
@@ -220,3 +221,46 @@ def test_a_block_that_adds_to_a_cache_does_not_run_twice() -> None:
         loss = block(torch.randn(32, 64), past_key_values=cache).sum()
     loss.backward()
     assert len(cache) == 1
+
+
+def test_while_there_is_room_no_module_is_marked_once_that_is_known() -> None:
+    recipe = BY_NAME["gpt"]
+    model, inputs = recipe.build(), recipe.batch()
+    marked: list[bool] = []
+    _marks.modules_of(model)[0].register_forward_pre_hook(
+        lambda block, _: marked.append("forward" in block.__dict__)
+    )
+
+    def step(around: Any) -> dict[str, str | None]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(5)
+        with around:
+            loss = model(*inputs)
+        loss.backward()
+        return gradients(model)
+
+    expected = step(contextlib.nullcontext())
+    marked.clear()
+    roomy = stagehand_alloc.pool(recompute=model)
+    with nothing_dropped():
+        assert [step(roomy) for _ in range(4)] == [expected] * 4
+    assert marked[0]
+    assert not any(marked[2:])
+    # Inside another budget nothing is known: there they are again, and run twice.
+    marked.clear()
+    before = stagehand_alloc.stats().reruns
+    tight = stagehand_alloc.pool(footprint(recipe).high(0.4), recompute=model)
+    with dropping():
+        assert [step(tight) for _ in range(3)] == [expected] * 3
+    assert all(marked)
+    assert stagehand_alloc.stats().reruns > before
+
+
+def test_what_is_written_down_tells_of_regions_while_there_is_room(tmp_path: Path) -> None:
+    model = Nested()
+    pool = stagehand_alloc.pool(recompute=model, config={"telemetry": str(tmp_path / "run.jsonl")})
+    for _ in range(4):
+        with pool:
+            assert all("forward" in layer.__dict__ for layer in model.layers)
+            loss = model(torch.randn(8, 4)).sum()
+        loss.backward()
