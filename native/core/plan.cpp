@@ -422,6 +422,9 @@ void Plan::learn(Step& step) {
     varied_ += step.kin || step.diverged ? 1 : 0;
   }
   trace->pressed = trace->evicted_bytes() > 0;
+  if (trace->pressed) {
+    pressed_ = std::max(pressed_, trace->high + trace->high / Trace::kAlike);
+  }
   learned_ = trace->id;
   for (const auto& one : traces_) {
     if (one->id == step.before) {

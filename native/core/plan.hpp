@@ -129,9 +129,9 @@ class Plan {
     return !follows() || now_->trace->pressed || !alike(now_->trace.get(), high_);
   }
   // Whether regions are worth their marks in the step that begins: a run of a checkpoint takes the
-  // host half a millisecond. Not while nothing left in any step that is remembered of such a budget,
-  // and the one that begins is like one of those.
-  bool wants_regions() const;
+  // host half a millisecond. Not where steps like it are known, and none of any kind ever had
+  // something leave inside such a budget or a larger one.
+  bool wants_regions() const { return wants_recipes() || high_ <= pressed_; }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.
@@ -239,7 +239,8 @@ class Plan {
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
   Use uses_ = 0;
   Bytes high_ = kUnlimited;
-  Bytes live_ = 0;  // when last told
+  Bytes live_ = 0;     // when last told
+  Bytes pressed_ = 0;  // budgets up to this one are too small for some step; with what is alike
 };
 
 }  // namespace stagehand::core

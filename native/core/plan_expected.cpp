@@ -120,12 +120,6 @@ void Plan::forget_proofs() {
   }
 }
 
-bool Plan::wants_regions() const {
-  return wants_recipes() || std::any_of(traces_.begin(), traces_.end(), [&](const auto& one) {
-           return one->pressed && alike(one.get(), high_);
-         });
-}
-
 bool Plan::is_new() const {
   if (now_ == nullptr || now_->diverged) {
     return now_ == nullptr;

@@ -123,11 +123,12 @@ void Runtime::ignored_ended(Bytes bytes) {
   d_.books.ignored_ended(bytes);
 }
 
-bool Runtime::look_for_recipes() {
-  const bool short_of_memory = d_.counters.occupied > d_.budget.low;
-  const bool wants = d_.plan.wants_recipes() || short_of_memory || d_.debug.evict_everything;
-  wants_recipes_.store(wants, std::memory_order_relaxed);
-  return wants;
+void Runtime::look_for_recipes() {
+  const bool is_short = d_.counters.occupied > d_.budget.low || d_.debug.evict_everything;
+  wants_recipes_.store(is_short || d_.plan.wants_recipes(), std::memory_order_relaxed);
+  if (is_short) {
+    wants_regions_.store(true, std::memory_order_relaxed);
+  }
 }
 
 // A record for the block, or one more handle for the one it has.

@@ -112,6 +112,9 @@ class Runtime {
   // Whether what is saved next should come with how it was made. Without the lock: a step in which
   // nothing leaves pays for no recipes, and one too many or too few does no harm.
   bool wants_recipes() const { return wants_recipes_.load(std::memory_order_relaxed); }
+  // Whether a module that is called next is worth its mark as a region (Plan::wants_regions), or
+  // memory is short. Likewise.
+  bool wants_regions() const { return wants_regions_.load(std::memory_order_relaxed); }
   // Whether anybody needs the block's bytes but the one tensor made over it that the caller holds:
   // a record, torch's own tensor, another alias.
   bool shared(const Block* block);
@@ -184,9 +187,8 @@ class Runtime {
   Status write_in(std::span<const Copy> copies, driver::Stream stream);
 
   // Arms the watermarks. Memory above `high` that is free goes back to the driver first, waiting
-  // for the GPU where it must. Whether regions are worth their marks in the step that begins
-  // (Plan::wants_regions).
-  bool set_budget(const Budget& budget);
+  // for the GPU where it must.
+  void set_budget(const Budget& budget);
   // The pool is closed; the watermarks stay armed until the last record dies.
   void clear_budget();
   void set_limit(Bytes limit);
@@ -249,7 +251,7 @@ class Runtime {
   Counters counted_now();  // once they are up to date
   Reading reading(const Counters& counters) const;
   void start_peaks();
-  bool look_for_recipes();  // whether it is worth it
+  void look_for_recipes();
   void release_graphs(Entry& entry);
 
   Device d_;
@@ -257,6 +259,7 @@ class Runtime {
   std::unique_ptr<TorchStore> torch_;    // where torch's own allocator cuts the blocks
   std::atomic<bool> uses_torch_{false};  // it is there
   std::atomic<bool> wants_recipes_{true};
+  std::atomic<bool> wants_regions_{true};
   LaneLimits lane_limits_;
   StepBook step_;
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered

@@ -78,7 +78,7 @@ Runtime::Runtime(const driver::Table& table, int device, driver::Context context
 
 // Budgets -----------------------------------------------------------------------------------------
 
-bool Runtime::set_budget(const Budget& budget) {
+void Runtime::set_budget(const Budget& budget) {
   Entry entry(d_.gate);
   d_.clocks.events.fill();
   d_.departures.flush();
@@ -88,8 +88,8 @@ bool Runtime::set_budget(const Budget& budget) {
   const Bytes occupied = d_.store->in_use();
   d_.plan.begin_step(budget.high, d_.live_of(occupied, d_.counters.retained));
   d_.clocks.steps.tell(d_.plan);  // another plan begins with a heap of its own, now
-  const bool recipes = look_for_recipes();
-  const bool regions = recipes || d_.plan.wants_regions();
+  wants_regions_.store(d_.plan.wants_regions(), std::memory_order_relaxed);
+  look_for_recipes();
   d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();
@@ -98,7 +98,6 @@ bool Runtime::set_budget(const Budget& budget) {
   if (d_.store->begin_step(target)) {
     d_.store->trim(entry, target);
   }
-  return regions;
 }
 
 void Runtime::clear_budget() {

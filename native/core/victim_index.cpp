@@ -43,7 +43,8 @@ void VictimIndex::remove(Record& record) {
 }
 
 bool VictimIndex::planned_to_leave(const Record& record) const {
-  if (record.restores != 0 || record.was_dropped || record.asked || plan_.has_stayed(record.place)) {
+  if (record.restores != 0 || record.was_dropped || record.asked ||
+      plan_.has_stayed(record.place)) {
     return false;
   }
   // Where nobody knows, what can be made again goes first: the lanes have enough to do.

@@ -39,10 +39,15 @@ nb::dict entry_point_dict() {
   return found;
 }
 
-bool set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
+void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit) {
   core::Runtime& runtime = opened(device);
   const GilReleased unlocked;  // may wait for the GPU to give memory back
-  return runtime.set_budget({high, low, limit, true});
+  runtime.set_budget({high, low, limit, true});
+}
+
+bool wants_regions(int device) {
+  const core::Runtime* runtime = Registry::get().find(device);
+  return runtime == nullptr || runtime->wants_regions();
 }
 
 void clear_budget(int device) {
@@ -231,6 +236,7 @@ NB_MODULE(_native, module) {
       "device_open", [](int device) { return Registry::get().find(device) != nullptr; },
       "device"_a);
   module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
+  module.def("wants_regions", &wants_regions, "device"_a);
   module.def("clear_budget", &clear_budget, "device"_a);
   module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a,
              "ahead"_a = false, "with_weights"_a = false, "numa_nodes"_a = std::vector<int>(),

@@ -37,7 +37,7 @@ class Region:
         functools.update_wrapper(self, self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _regions.takes_over() or _fills_cache(kwargs):
+        if not _regions.worth_marking() or _fills_cache(kwargs):
             return self.forward(*args, **kwargs)
         function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
         return _regions.checkpoint(function, *args)

@@ -438,12 +438,9 @@ class Pool:
         self._begin_step(entry.device, mode)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
-        regions = native.set_budget(device, budget.high, budget.low, budget.limit)
+        native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
-        # A first step may be of another model than those that are remembered. And what is written
-        # down is to tell of regions, too: advice rests on it.
-        told = self._steps == 1 or self._config.telemetry_path is not None
-        self._enter_hooks(entry, regions or told)
+        self._enter_hooks(entry)
 
     def _build_libraries(self) -> None:
         """All that this pool loads, beside each other, where the process has not loaded it yet."""
@@ -512,7 +509,14 @@ class Pool:
             entry.allocating = _modes.allocating_from(self.mem_pool, entry.device.index)
             next(entry.allocating)
 
-    def _enter_hooks(self, entry: Entry, regions: bool) -> None:
+    def marks_regions(self, device: int) -> bool:
+        """Whether a module that is named by ``recompute``, and called next, is run as a region."""
+        # A first step may be of another model than those that are remembered. And what is written
+        # down is to tell of regions, too: advice rests on it.
+        told = self._steps == 1 or self._config.telemetry_path is not None
+        return told or native.wants_regions(device)
+
+    def _enter_hooks(self, entry: Entry) -> None:
         from torch._C import _autograd
 
         from stagehand_alloc._built import tensors as _tensors
@@ -533,7 +537,7 @@ class Pool:
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
         entry.hooked = True
-        if self._marks is not None and regions:
+        if self._marks is not None:
             self._marks.enter()
         _autograd._push_saved_tensors_default_hooks(self._hooks.pack, self._hooks.unpack)
 

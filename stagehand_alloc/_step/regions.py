@@ -155,6 +155,12 @@ def takes_over() -> bool:
     return _hooks_here() is not None
 
 
+def worth_marking() -> bool:
+    """Whether a module that a pool marks is to run as a region: not while all steps had room."""
+    entry = in_this_thread.entry
+    return entry is not None and entry.pool.marks_regions(entry.device.index) and takes_over()
+
+
 class _First:
     """Around the function's first run, inside of what torch's checkpoint hides it behind."""
 

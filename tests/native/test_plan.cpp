@@ -582,7 +582,8 @@ TEST("what is mapped over high in a step known to need it is counted as over hig
   rig.verify_empty();
 }
 
-TEST("regions are worth their marks until a step like it is known, and none had anything leave") {
+TEST(
+    "regions are worth their marks until such steps are known, and from the first that was short") {
   Plan plan;
   const auto wanted = [&](Bytes high) {
     plan.begin_step(high, 0);
@@ -593,9 +594,12 @@ TEST("regions are worth their marks until a step like it is known, and none had 
   CHECK(!wanted(kHigh));
   CHECK(wanted(kHigh / 2));
   step(plan, {16_MiB, 16_MiB}, {0});
-  step(plan, {4_MiB, 8_MiB}, {});
+  for (Bytes size = 1_MiB; size < 16_MiB; size += 1_MiB) {  // more kinds than are remembered
+    step(plan, {size, 8_MiB}, {});
+  }
   CHECK(wanted(kHigh));
   CHECK(wanted(kHigh / 2));
+  CHECK(wanted(2 * kHigh));
 }
 
 TEST("what a step needed inside another budget does not raise the ceiling of this one") {
