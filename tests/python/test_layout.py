@@ -249,7 +249,7 @@ def test_the_page_of_states_is_made_from_the_tables_the_code_checks() -> None:
     assert done.returncode == 0, "run python tools/states.py"
 
 
-def test_the_readmes_figures_are_those_of_the_results() -> None:
+def test_the_figures_of_the_pages_are_those_of_the_results() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "figures.py"), "--check"], check=False
     )
