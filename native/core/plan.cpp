@@ -423,7 +423,9 @@ void Plan::learn(Step& step) {
   }
   trace->pressed = trace->evicted_bytes() > 0;
   if (trace->pressed) {
-    pressed_ = std::max(pressed_, trace->high + trace->high / Trace::kAlike);
+    const bool old = serial_ - pressed_in_ >= kPressed;
+    pressed_ = std::max(old ? 0 : pressed_, trace->high + trace->high / Trace::kAlike);
+    pressed_in_ = serial_;
   }
   learned_ = trace->id;
   for (const auto& one : traces_) {

@@ -129,9 +129,11 @@ class Plan {
     return !follows() || now_->trace->pressed || !alike(now_->trace.get(), high_);
   }
   // Whether regions are worth their marks in the step that begins: a run of a checkpoint takes the
-  // host half a millisecond. Not where steps like it are known, and none of any kind ever had
-  // something leave inside such a budget or a larger one.
-  bool wants_regions() const { return wants_recipes() || high_ <= pressed_; }
+  // host half a millisecond. Not where steps like it are known, and for long none of any kind has
+  // had something leave inside such a budget or a larger one.
+  bool wants_regions() const {
+    return wants_recipes() || (high_ <= pressed_ && serial_ - pressed_in_ < kPressed);
+  }
   // Whether nothing is known of what leaves in a step like this one inside such a budget.
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.
@@ -188,7 +190,8 @@ class Plan {
   // steps that is kept.
   static constexpr std::size_t kSeenOnce = 3;
   static constexpr std::uint32_t kRemembered = 64;
-  static constexpr std::size_t kUnasked = 64;  // records that went before any was asked for
+  static constexpr std::uint32_t kPressed = 1024;  // steps, for which one that was short counts
+  static constexpr std::size_t kUnasked = 64;      // records that went before any was asked for
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
@@ -239,8 +242,9 @@ class Plan {
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
   Use uses_ = 0;
   Bytes high_ = kUnlimited;
-  Bytes live_ = 0;     // when last told
-  Bytes pressed_ = 0;  // budgets up to this one are too small for some step; with what is alike
+  Bytes live_ = 0;                // when last told
+  Bytes pressed_ = 0;             // budgets up to this one, or alike, were too small for some step
+  std::uint32_t pressed_in_ = 0;  // the last one that was learned in
 };
 
 }  // namespace stagehand::core

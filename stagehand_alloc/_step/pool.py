@@ -79,6 +79,7 @@ class Pool:
         self._mode_asked = check_mode(config.mode)
         self._on_step = on_step
         self._steps = 0  # that have begun
+        self._first_asked = 0  # the one in which a module was a region first; 0: none yet
         self._last_step: StepStats | None = None  # that has ended
         self._marks = marks
         self._mode: Mode | None = None  # known from the first entry on
@@ -511,10 +512,12 @@ class Pool:
 
     def marks_regions(self, device: int) -> bool:
         """Whether a module that is named by ``recompute``, and called next, is run as a region."""
-        # A first step may be of another model than those that are remembered. And what is written
-        # down is to tell of regions, too: advice rests on it.
-        told = self._steps == 1 or self._config.telemetry_path is not None
-        return told or native.wants_regions(device)
+        # The first step that asks may be of another model than those that are remembered. And what
+        # is written down is to tell of regions, too: advice rests on it.
+        if self._first_asked == 0:
+            self._first_asked = self._steps
+        always = self._first_asked == self._steps or self._config.telemetry_path is not None
+        return always or native.wants_regions(device)
 
     def _enter_hooks(self, entry: Entry) -> None:
         from torch._C import _autograd

@@ -157,8 +157,10 @@ def takes_over() -> bool:
 
 def worth_marking() -> bool:
     """Whether a module that a pool marks is to run as a region: not while all steps had room."""
+    if not takes_over():  # first: of what comes then a compiler should see nothing
+        return False
     entry = in_this_thread.entry
-    return entry is not None and entry.pool.marks_regions(entry.device.index) and takes_over()
+    return entry is not None and entry.pool.marks_regions(entry.device.index)
 
 
 class _First:

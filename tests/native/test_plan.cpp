@@ -598,8 +598,14 @@ TEST(
     step(plan, {size, 8_MiB}, {});
   }
   CHECK(wanted(kHigh));
-  CHECK(wanted(kHigh / 2));
-  CHECK(wanted(2 * kHigh));
+  plan.begin_step(2 * kHigh, 0);  // which is as good as room
+  backward(plan, {plan.saved(4_MiB, {0, 1})});
+  CHECK(!wanted(2 * kHigh));
+  for (int i = 0; i < 1024; ++i) {
+    plan.begin_step(kHigh, 0);
+  }
+  step(plan, {4_MiB, 8_MiB}, {});
+  CHECK(!wanted(kHigh));
 }
 
 TEST("what a step needed inside another budget does not raise the ceiling of this one") {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import BY_NAME, Recipe
-from regions import Block, batch, dropping, made, nothing_dropped
+from regions import Block, batch, dropping, made, nothing_dropped, plainly, when_needed
 from torch import Tensor, nn
 from training import digest, footprint, gradients, leaves_nothing, train
 
@@ -237,7 +237,16 @@ def note_regions(block: nn.Module, noted: list[bool]) -> None:
     next(block.children()).register_forward_pre_hook(look)
 
 
+def forget_pressure() -> None:
+    """So many steps without any: then what other tests ran short of counts no more."""
+    pool = stagehand_alloc.pool()
+    for _ in range(1024):
+        with pool:
+            pass
+
+
 def test_while_there_is_room_no_module_is_a_region_once_that_is_known() -> None:
+    forget_pressure()
     recipe = BY_NAME["gpt"]
     model, inputs = recipe.build(), recipe.batch()
     marked: list[bool] = []
@@ -272,6 +281,7 @@ def test_while_there_is_room_no_module_is_a_region_once_that_is_known() -> None:
 
 
 def test_a_step_that_runs_short_after_steps_with_room_has_regions_from_there_on() -> None:
+    forget_pressure()
     recipe = BY_NAME["gpt"]
     model, inputs = recipe.build(), recipe.batch()
     regions: list[bool] = []
@@ -286,6 +296,59 @@ def test_a_step_that_runs_short_after_steps_with_room_has_regions_from_there_on(
             loss = model(*inputs)
         loss.backward()
     assert regions[:4] == [True, False, False, True]  # and again, for what was dropped of it
+
+
+@pytest.mark.parametrize("outer", ["named", "the user's"])
+def test_a_region_inside_of_another_is_part_of_that_one(outer: str) -> None:
+    model = nn.Sequential(made(Block), made(Block))
+    x = batch()
+
+    def once(around: Any, apply: Callable[..., Any]) -> Any:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        with around:
+            loss = apply(model, x).square().mean()
+        loss.backward()
+        return digest(loss), gradients(model)
+
+    expected = once(contextlib.nullcontext(), plainly)
+    named = [model, *model] if outer == "named" else list(model)
+    apply = plainly if outer == "named" else when_needed
+    with leaves_nothing(), dropping():
+        assert once(stagehand_alloc.pool("310MiB", recompute=named), apply) == expected
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(x).relu()
+
+
+def test_a_compiled_block_stays_one_graph_that_is_compiled_once() -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = nn.Sequential(Norms(), Norms())
+    for block in model:
+        block.compile(fullgraph=True, backend=backend)
+    x = torch.randn(8, 4, requires_grad=True)
+    model(x).sum().backward()
+    expected = gradients(model)
+    graphs.clear()
+    pool = stagehand_alloc.pool(recompute=model)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with pool:
+            loss = model(x).sum()
+        loss.backward()
+        assert gradients(model) == expected
+    assert len(graphs) <= 2  # one for each block, whose forward is another inside the pool
 
 
 def test_what_is_written_down_tells_of_regions_while_there_is_room(tmp_path: Path) -> None:
