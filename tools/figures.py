@@ -104,15 +104,15 @@ def main() -> int:
         "README.md": table(again) + weights(read("weights.json")),
         "docs/recompute.md": table(again) + beside(again),
     }
-    differ = False
+    check, differ = "--check" in sys.argv[1:], False
     for name, one in figures.items():
         page = ROOT / name
         text = page.read_text()
         made = filled(text, one)
         differ |= made != text
-        if "--check" not in sys.argv[1:]:
+        if not check:
             page.write_text(made)
-    return 1 if differ and "--check" in sys.argv[1:] else 0
+    return int(check and differ)
 
 
 if __name__ == "__main__":
