@@ -66,22 +66,44 @@ bool Standing::used(Use use, Plan::Place saves, Bytes saved) {
   return true;
 }
 
+// Forward fills the memory up, and copies out end in the order in which they were queued. An
+// optimizer's step queues them as it goes, so what it used first leaves first for nothing.
 bool Standing::leaves_later(GroupId id, GroupId other) const {
+  const WeightGroup& one = groups_[id];
+  const WeightGroup& two = groups_[other];
+  const UseKind now = order_.current().kind;
+  if (now != UseKind::sampling && only_steps_use(id) && only_steps_use(other)) {
+    if ((one.dirty > 0) != (two.dirty > 0)) {
+      return one.dirty > 0;
+    }
+    if (one.dirty == 0 && now == UseKind::forward) {
+      return one.turn > two.turn;
+    }
+  }
   const std::uint32_t a = order_.distance(id);
   const std::uint32_t b = order_.distance(other);
   if (a != b) {
     return a < b;
   }
-  const bool dirty = groups_[id].dirty > 0;
-  const bool other_dirty = groups_[other].dirty > 0;
-  return dirty != other_dirty ? dirty : groups_[id].bytes <= groups_[other].bytes;
+  const bool dirty = one.dirty > 0;
+  return dirty != (two.dirty > 0) ? dirty : one.bytes <= two.bytes;
 }
 
 GroupId Standing::farthest() const {
   GroupId found = kNoGroup;
   for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (groups_[id].may_leave() && !groups_[id].refused &&
-        (found == kNoGroup || !leaves_later(id, found))) {
+    if (may_go(id) && (found == kNoGroup || !leaves_later(id, found))) {
+      found = id;
+    }
+  }
+  return found;
+}
+
+GroupId Standing::farthest_as_large(Bytes bytes) const {
+  GroupId found = kNoGroup;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (may_go(id) && groups_[id].bytes >= bytes &&
+        (found == kNoGroup || order_.distance(id) > order_.distance(found))) {
       found = id;
     }
   }
@@ -94,8 +116,8 @@ GroupId Standing::written_next(Bytes leaving) const {
     return found;
   }
   for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (groups_[id].may_leave() && !groups_[id].refused && groups_[id].dirty > 0 &&
-        order_.distance(id) > kAhead && (found == kNoGroup || !leaves_later(id, found))) {
+    if (may_go(id) && groups_[id].dirty > 0 && order_.distance(id) > kAhead &&
+        (found == kNoGroup || !leaves_later(id, found))) {
       found = id;
     }
   }
@@ -106,6 +128,26 @@ GroupId Standing::written_next(Bytes leaving) const {
     before_it += clean && !leaves_later(id, found) ? group.bytes : 0;
   }
   return before_it < leaving ? found : kNoGroup;
+}
+
+bool Standing::stepped(GroupId id) const {
+  return only_steps_use(id) && order_.distance(id) > order_.rest_of_pass();
+}
+
+GroupId Standing::stepped_next(Bytes leaving) const {
+  GroupId found = kNoGroup;
+  Bytes clean = 0;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (!may_go(id) || !stepped(id)) {
+      continue;
+    }
+    if (groups_[id].dirty == 0) {
+      clean += groups_[id].bytes;
+    } else if (found == kNoGroup || order_.distance(id) < order_.distance(found)) {
+      found = id;
+    }
+  }
+  return clean < leaving ? found : kNoGroup;
 }
 
 void Standing::forgive() {

@@ -25,6 +25,7 @@ struct WeightGroup {
   Seq arrived = 0;              // and its event there
   std::uint32_t out_clock = 0;  // the newest copy out: the same
   Seq written = 0;
+  std::uint64_t turn = 0;  // which of all copies out it was; 0: there was none
   std::uint32_t holds = 0;
   bool alive = false;
   bool refused = false;  // its copy out was; it does not leave until `forgive`
@@ -59,14 +60,25 @@ class Standing {
   // places from `saves` on. False: it goes on.
   bool used(Use use, Plan::Place saves, Bytes saved);
   // The group that leaves first: at home, not held, its next use the farthest; of several a clean
-  // one, then the largest. kNoGroup without any.
+  // one, then the largest. What only optimizers' steps use, such as their state, is all as far: a
+  // clean one leaves first, in forward the one that was copied out first. kNoGroup without any.
   GroupId farthest() const;
+  // Of those with so many bytes or more the one whose next use is the farthest.
+  GroupId farthest_as_large(Bytes bytes) const;
   // The one whose copy out is made ahead: of those that are dirty and not held the one that leaves
   // first, where it is none of the next few, and where what leaves for nothing before it is less
   // than `leaving` bytes. kNoGroup without any.
   GroupId written_next(Bytes leaving) const;
+  // The same in an optimizer's step: of what that has used, and nothing else uses until the next
+  // one, the nearest, so that copies begin with the first; while what is clean of it is less than
+  // `leaving` bytes.
+  GroupId stepped_next(Bytes leaving) const;
+  // Whether this optimizer's step, or forward without gradients, uses it no more, nor anything else
+  // until the next one.
+  bool stepped(GroupId id) const;
   // The driver refused a group's copy out: it stays until all are forgiven.
   void refuse(WeightGroup& group) { group.refused = refused_ = true; }
+  void wrote_back(WeightGroup& group) { group.turn = ++turns_; }
   void forgive();
   // The nearest group that is away: of the next few, or before anything else that the link could
   // bring: in forward until the next backward, which memory fills up until; in backward until the
@@ -96,12 +108,17 @@ class Standing {
   };
 
   bool leaves_later(GroupId id, GroupId other) const;
+  bool may_go(GroupId id) const { return groups_[id].may_leave() && !groups_[id].refused; }
+  bool only_steps_use(GroupId id) const {
+    return order_.next_use(id).group == id && order_.next_use(id).kind == UseKind::sampling;
+  }
 
   std::deque<WeightGroup> groups_;  // a deque: they stay where they are
   std::vector<GroupId> spare_;
   std::size_t count_ = 0;
   Bytes bytes_ = 0;
   bool refused_ = false;  // any
+  std::uint64_t turns_ = 0;
   UseOrder order_;
   std::deque<Mark> marks_;
   Bytes beside_ = 0;  // the most so far in the use that goes on

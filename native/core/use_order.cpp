@@ -55,6 +55,12 @@ std::size_t UseOrder::likeliest(bool any_kind) const {
   return found;
 }
 
+std::uint32_t UseOrder::rest_of_pass() const {
+  const auto ends = std::find_if(upcoming_.begin(), upcoming_.end(),
+                                 [this](Use use) { return use.kind != current().kind; });
+  return static_cast<std::uint32_t>(ends - upcoming_.begin());
+}
+
 // What followed that place, up to now: then it would begin again.
 void UseOrder::expect() {
   upcoming_.clear();

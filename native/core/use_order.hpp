@@ -52,6 +52,9 @@ class UseOrder {
   bool turns_before(GroupId group) const {
     return distance(group) == kNever || past_.empty() || next_use(group).kind != past_.back().kind;
   }
+  // How many of the next uses are of the kind of what is used now, up to the first of another: what
+  // is left of this forward, backward or optimizer's step.
+  std::uint32_t rest_of_pass() const;
   // What is used now; of no group before the first.
   Use current() const { return past_.empty() ? Use{} : past_.back(); }
   // The same of its next backward, which is when what it saved is needed.

@@ -100,7 +100,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
     clock.note_work(group.bytes);  // a fine clock: copies into what leaves can then start early
     bring_ahead(entry, consumer);
     write_ahead();
-  } else if (begins && kind == UseKind::forward) {
+  } else if (begins && kind != UseKind::backward) {
     write_ahead();
   }
   holding.keep();
@@ -238,27 +238,65 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   return there;
 }
 
-// There is room, but in no one place. What is used next has it where a group lies that is used
-// later: that one would leave all the same once its block is reached, and the copy begin only then.
-// What is used further ahead has it too, while only weights come and go, and where that one is as
-// large and leaves for nothing. A few in each use: where no hole comes of it, the others stay.
+// There is room, but in no one place: it is where another group lies, which leaves. Where it has to
+// be copied out for what is far ahead, that begins, and it leaves in a later use: whose work would
+// wait for the copy else. A few in each use: where no hole comes of it, the others stay.
 bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
-  const UseOrder& order = standing_.order();
-  const GroupId last = standing_.farthest();
-  const std::uint32_t away = order.distance(id);
-  if (last == kNoGroup || order.distance(last) <= away || left_instead_ == kLeftInstead ||
-      (away > 1 && (!alone() || standing_.at(last).dirty > 0 ||
-                    standing_.at(last).bytes < standing_.at(id).bytes))) {
+  bool in_time = true;
+  const GroupId last = in_its_place(id, &in_time);
+  if (last == kNoGroup || left_instead_ == kLeftInstead) {
     return false;
   }
   ++left_instead_;
-  if (!give_way(standing_.at(last))) {
+  WeightGroup& group = standing_.at(last);
+  if (group.dirty > 0 && !in_time) {
+    if (!d_.transfers.out().full()) {
+      write_back(group);  // refused: it stays dirty
+    }
+    return false;
+  }
+  if (!give_way(group)) {
     return false;
   }
   if (d_.gate.due().any()) {
     const Unlocked unlocked(entry);
   }
   return standing_.alive(id) && bring(entry, id, stream, true) == Status::ok;
+}
+
+// Which group it takes the place of. kNoGroup: none.
+// * What is used next: of one that is used later. That one would leave all the same once its block
+//   is reached, and the copy begin only then.
+// * What an optimizer's step uses yet: of what that has used, so that copies out and copies in go
+// on
+//   beside each other.
+// * What it will use first, in backward: of what it will use later (not `in_time`). By then the
+//   first ones have been used, and what left for them comes back in their places.
+// * What is used further ahead: of one that is used later, as large, and leaves for nothing.
+// The last two only while nothing but weights comes and goes.
+GroupId Weights::in_its_place(GroupId id, bool* in_time) const {
+  const UseOrder& order = standing_.order();
+  const std::uint32_t away = order.distance(id);
+  const UseKind now = order.current().kind;
+  const Bytes bytes = standing_.at(id).bytes;
+  const bool for_a_step = order.next_use(id).kind == UseKind::sampling;
+  GroupId last = standing_.farthest_as_large(bytes);
+  if (last != kNoGroup && now == UseKind::sampling && away <= order.rest_of_pass() &&
+      standing_.stepped(last)) {
+    return last;
+  }
+  if (last != kNoGroup && now == UseKind::backward && for_a_step && alone() &&
+      order.next_use(last).kind == UseKind::sampling &&
+      order.distance(last) > away + 2 * Standing::kAhead) {
+    *in_time = away == 1;
+    return last;
+  }
+  last = standing_.farthest();
+  if (last == kNoGroup || order.distance(last) <= away) {
+    return kNoGroup;
+  }
+  const WeightGroup& group = standing_.at(last);
+  return away == 1 || (alone() && group.dirty == 0 && group.bytes >= bytes) ? last : kNoGroup;
 }
 
 // Far ahead in backward: beside all weights at home, the most that will be live until then, and
@@ -362,6 +400,7 @@ Status Weights::write_back(WeightGroup& group) {
   if (written.seq != 0) {
     group.out_clock = written.clock;
     group.written = written.seq;
+    standing_.wrote_back(group);
   }
   if (status != Status::ok) {
     standing_.refuse(group);
@@ -373,15 +412,20 @@ Status Weights::write_back(WeightGroup& group) {
 
 // So that groups leave for nothing. Forward fills the memory up: with each block one more is copied
 // out of what left in the last round, without a look at the lane, since the host is ahead of the
-// GPU. Else one more where not all are at home, while the lane out has nothing to do.
+// GPU. An optimizer's step begins with that: what it has used will not be written to until the next
+// one. Else one more where not all are at home, while the lane out has nothing to do.
 void Weights::write_ahead() {
   Lane& out = d_.transfers.out();
   const Bytes away = standing_.bytes() - home_bytes_;
-  const bool forward = standing_.order().current().kind == UseKind::forward;
-  const Bytes left = forward ? std::max(left_before_, left_) : 0;
-  GroupId id = standing_.written_next(left - std::min(left, away));
+  const UseKind kind = standing_.order().current().kind;
+  const auto next = [&](Bytes leaving) {
+    return kind == UseKind::sampling ? standing_.stepped_next(leaving)
+                                     : standing_.written_next(leaving);
+  };
+  const Bytes left = kind != UseKind::backward ? std::max(left_before_, left_) : 0;
+  GroupId id = next(left - std::min(left, away));
   if (id == kNoGroup && away > 0) {
-    id = standing_.written_next(~Bytes{0});
+    id = next(~Bytes{0});
     id = id != kNoGroup && out.clock().passed(out.clock().upcoming() - 1) ? id : kNoGroup;
   }
   if (id != kNoGroup && !out.full()) {

@@ -199,6 +199,76 @@ TEST("no more is copied out ahead than is to leave, the farthest first") {
   CHECK_EQ(model.standing.written_next(1_MiB), 1);
 }
 
+// Two blocks, and the state that an optimizer keeps of each: one use in a step.
+struct Trained : Model {
+  static constexpr GroupId kStates[] = {2, 3};
+
+  Trained() : Model(4) {
+    for (int i = 0; i < 2; ++i) {
+      forward();
+      backward();
+      standing.used({0, kSampling}, {}, 0);
+      standing.used({2, kSampling}, {}, 0);
+      standing.used({1, kSampling}, {}, 0);
+      standing.used({3, kSampling}, {}, 0);
+    }
+    for (GroupId id = 0; id < 4; ++id) {
+      home(id);
+    }
+  }
+  void forward() {
+    standing.used({0, kForward}, {}, 0);
+    standing.used({1, kForward}, {}, 0);
+  }
+  void backward() {
+    standing.used({1, kBackward}, {}, 0);
+    standing.used({0, kBackward}, {}, 0);
+  }
+  void write(GroupId state) {
+    standing.at(state).dirty = 0;
+    standing.wrote_back(standing.at(state));
+  }
+};
+
+TEST("an optimizer's step copies out the state that it has used, the first of it first") {
+  Trained model;
+  Standing& standing = model.standing;
+  model.forward();
+  model.backward();
+  standing.at(2).dirty = standing.at(3).dirty = standing.at(0).dirty = 1;
+  standing.used({0, kSampling}, {}, 0);
+  CHECK_EQ(standing.stepped_next(4_MiB), kNoGroup);  // it will write to both
+  standing.used({2, kSampling}, {}, 0);
+  standing.used({1, kSampling}, {}, 0);
+  CHECK(standing.stepped(2));
+  CHECK(!standing.stepped(3));
+  CHECK(!standing.stepped(0));  // the next forward uses that
+  CHECK_EQ(standing.stepped_next(4_MiB), 2);
+  CHECK_EQ(standing.stepped_next(0), kNoGroup);
+  standing.used({3, kSampling}, {}, 0);
+  CHECK_EQ(standing.stepped_next(4_MiB), 2);
+  model.write(2);
+  CHECK_EQ(standing.stepped_next(standing.at(2).bytes), kNoGroup);  // that is as much as leaves
+  CHECK_EQ(standing.stepped_next(4_MiB), 3);
+}
+
+TEST("state leaves in forward as its copies out end, and a dirty one last, though used latest") {
+  Trained model;
+  Standing& standing = model.standing;
+  model.write(2);
+  model.write(3);
+  model.forward();
+  CHECK_EQ(standing.farthest(), 2);
+  CHECK_EQ(standing.farthest_as_large(0), 3);
+  standing.at(2).dirty = 1;
+  CHECK_EQ(standing.farthest(), 3);
+  model.write(2);
+  CHECK_EQ(standing.farthest(), 3);  // the one copied out before
+  standing.used({1, kBackward}, {}, 0);
+  standing.at(2).dirty = standing.at(3).dirty = 0;
+  CHECK_EQ(standing.farthest(), 3);  // from here on what is needed later
+}
+
 TEST("what is saved is gone by the time that a later backward needs memory") {
   Model model(2);
   Standing& standing = model.standing;
