@@ -39,7 +39,6 @@ class Setup:
     around: Any = contextlib.nullcontext()  # noqa: RUF009 (it has no state)
     gradient: Callable[[nn.Parameter], Tensor | None] = lambda p: p.grad
     same_steps: int = 3  # of the compared ones, those that are to be plain torch's bit by bit
-    touchable: bool = True  # its blocks may be called by themselves
     load: float = 0  # ms, of `offload`
 
 
@@ -82,7 +81,7 @@ def diffusers(level: str, case: Case, device: torch.device) -> Setup:
         use_stream=streams,
         record_stream=streams,
     )
-    return Setup(model, same_steps=1, touchable=False)
+    return Setup(model, same_steps=1)
 
 
 def accelerate(case: Case, device: torch.device) -> Setup:
@@ -91,7 +90,7 @@ def accelerate(case: Case, device: torch.device) -> Setup:
 
     model = build(case, device, torch.device("cpu"))
     cpu_offload(model, execution_device=device)
-    return Setup(model, same_steps=1, touchable=False)
+    return Setup(model, same_steps=1)
 
 
 def fsdp2(case: Case, device: torch.device) -> Setup:
@@ -108,7 +107,7 @@ def fsdp2(case: Case, device: torch.device) -> Setup:
     for block in model.layers:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
-    return Setup(model, adamw(model), gradient=_whole, same_steps=1, touchable=False)
+    return Setup(model, adamw(model), gradient=_whole, same_steps=1)
 
 
 def _whole(p: nn.Parameter) -> Tensor | None:

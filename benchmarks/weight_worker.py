@@ -58,6 +58,10 @@ class Place:
     def allocated(self) -> int:
         return self._stats().live if self.simulated else torch.cuda.memory_allocated()
 
+    def empty_cache(self) -> None:
+        if not self.simulated:
+            torch.cuda.empty_cache()
+
     def peaks(self) -> tuple[int, int]:
         """Allocated, and taken from the GPU, since reset_peaks()."""
         if self.simulated:
@@ -137,14 +141,11 @@ class CaseWorker:
 def ours(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
     import stagehand_alloc
 
-    if case.mode == "allocator" and not place.simulated:
-        torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
     model = build(case, place.device, torch.device("cpu") if case.offload else None)
     load, _ = place.timed(
         lambda: case.offload and stagehand_alloc.offload(model, trained=case.full)
     )
-    if not place.simulated:
-        torch.cuda.empty_cache()
+    place.empty_cache()
     pool = stagehand_alloc.pool(high=high)
     if case.link:
         pool.limits(h2d_bytes_per_second=int(case.link * GB))
@@ -156,8 +157,36 @@ def ours(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
     return setup, stagehand_alloc
 
 
+def load_kernels(case: Case, place: Place) -> None:
+    """A step of one block by itself, and its memory is given back.
+
+    CUDA loads a kernel when it is first launched. That is 0.1 s of a first step, plain torch's too,
+    and nothing that a first step is to be judged by.
+    """
+    model = build(dataclasses.replace(case, layers=1), place.device)
+    with torch.set_grad_enabled(not case.forward_only):
+        loss = model(batch_of(case, place))
+    if not case.forward_only:
+        loss.backward()
+        weight_anchors.adamw(model).step()
+    del model, loss
+    place.empty_cache()
+
+
+def batch_of(case: Case, place: Place) -> Tensor:
+    torch.manual_seed(1)
+    shape = (1, case.tokens, case.width)
+    batch = torch.randn(shape, device=place.device, dtype=torch.bfloat16)
+    return batch.requires_grad_(case.checkpoint)
+
+
 def set_up(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
     """And the package, where it is ours."""
+    if case.mode == "allocator" and not place.simulated:
+        import stagehand_alloc
+
+        torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+    load_kernels(case, place)
     if case.kind == "ours":
         return ours(case, place, high)
     library, _, level = case.kind.partition(" ")
@@ -188,13 +217,7 @@ class Measured:
         result.weights, result.group = sum(sizes), max(sizes)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.compared = [p for p in trained if not case.full or p.numel() <= SMALL]
-        torch.manual_seed(1)
-        shape = (1, case.tokens, case.width)
-        self.batch = torch.randn(shape, device=place.device, dtype=torch.bfloat16)
-        self.batch.requires_grad_(case.checkpoint)
-        if self.setup.touchable:  # libraries load, kernels too: with little, and nothing saved
-            with torch.no_grad():
-                model.layers[0](self.batch[:, :128])
+        self.batch = batch_of(case, place)
         self._compare()
         for _ in range(case.warm):
             self._step()

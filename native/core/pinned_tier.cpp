@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "core/background.hpp"
@@ -164,6 +165,8 @@ void PinnedTier::pin_ahead() {
   driver.thread_exchange_capture_mode(&mode);
   Toucher toucher;
   Chunk next;
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point others_until;
   Lock lock(mutex_);
   for (;;) {
     while (next.size == 0) {
@@ -176,8 +179,14 @@ void PinnedTier::pin_ahead() {
     toucher.wait();
     lock.lock();
     next = begin_chunk(lock, toucher);  // faulted in while this one is registered
+    // Who calls the driver meanwhile waits, and does not get in between two of these in a row: one
+    // launch waited for all of sixteen. So others have as long in between as one took, unless
+    // somebody waits for this.
+    work_.wait_until(lock, others_until, [&] { return !requests_.empty(); });
     lock.unlock();
+    const Clock::time_point began = Clock::now();
     const bool pinned = pin_chunk(driver, &chunk);
+    others_until = Clock::now() + (Clock::now() - began);
     lock.lock();
     finish(chunk, pinned);
   }

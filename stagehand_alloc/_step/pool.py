@@ -510,7 +510,7 @@ class Pool:
             entry.allocating = _modes.allocating_from(self.mem_pool, entry.device.index)
             next(entry.allocating)
 
-    def marks_regions(self, device: int) -> bool:
+    def _marks_regions(self, device: int) -> bool:
         """Whether a module that is named by ``recompute``, and called next, is run as a region."""
         # The first step that asks may be of another model than those that are remembered. And what
         # is written down is to tell of regions, too: advice rests on it.

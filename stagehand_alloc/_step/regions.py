@@ -160,7 +160,7 @@ def worth_marking() -> bool:
     if not takes_over():  # first: of what comes then a compiler should see nothing
         return False
     entry = in_this_thread.entry
-    return entry is not None and entry.pool.marks_regions(entry.device.index)
+    return entry is not None and entry.pool._marks_regions(entry.device.index)
 
 
 class _First:

@@ -20,7 +20,15 @@ struct Registering {
   std::atomic<int> delay_ms{0};
   std::atomic<bool> held{false};
   std::atomic<std::uint64_t> bytes{0};
+  // Between the end of one call and the start of the next, the least.
+  std::atomic<std::int64_t> between_us{0};
+  std::atomic<std::int64_t> ended_us{0};
 };
+
+std::int64_t now_us() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(since).count();
+}
 
 Registering& registering() {
   static Registering all;
@@ -34,6 +42,7 @@ struct Rig {
           registering().now = 0;
           registering().most = 0;
           registering().bytes = 0;
+          registering().between_us = registering().ended_us = 0;
           registering().delay_ms = delay_ms;
           machine.ahead = true;
           machine.patch = [](driver::Table& table) {
@@ -42,12 +51,17 @@ struct Rig {
             table.host_register = [](void* host, std::size_t bytes, unsigned flags) {
               Registering& all = registering();
               const int now = ++all.now;
+              const std::int64_t between = now_us() - all.ended_us;
+              if (all.ended_us != 0 && (all.between_us == 0 || between < all.between_us)) {
+                all.between_us = between;
+              }
               all.most = std::max(all.most.load(), now);
               all.bytes += bytes;
               std::this_thread::sleep_for(std::chrono::milliseconds(all.delay_ms));
               all.held.wait(true);
               const driver::Result result = real(host, bytes, flags);
               --all.now;
+              all.ended_us = now_us();
               return result;
             };
           };
@@ -102,6 +116,14 @@ TEST("the initial slabs are pinned from the configuration on, and nobody waits f
   CHECK_EQ(ahead.rig.counters().pool_misses, 0);
   ahead.rig.back(held, s);
   ahead.rig.verify_empty();
+}
+
+TEST(
+    "between two calls that hold the driver up others have as long, where nobody waits for slabs") {
+  constexpr int kMs = 5;
+  Rig ahead({.classes = {{1_MiB, 2_MiB, 4_MiB, 8_MiB}, {8, 4, 2, 1}}}, kMs);
+  CHECK(ahead.pinned(32_MiB));
+  CHECK(registering().between_us >= 1000 * kMs);
 }
 
 TEST("threads that find no slab wait for the one growth under way") {
