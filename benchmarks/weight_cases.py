@@ -25,6 +25,7 @@ class Case:
     offload: bool = False
     checkpoint: bool = False
     full: bool = False  # all is trained, and the optimizer's state streams
+    expandable: bool = False  # torch's segments are
     forward_only: bool = False  # and no graph is made
     link: float = 0  # GB/s to which copies to the GPU are slowed down; 0: not
     mode: str = ""
@@ -173,7 +174,8 @@ def cases_of(modes: tuple[str, ...], scale: Scale = FULL) -> dict[str, Case]:
     of_full: dict[str, Any] = {"base": "plain full"}
     made.append(Case("plain full", **full))
     for mode in modes:
-        made.append(Case(f"{mode} full 24", high=24, **full, **ours, **of_full, mode=mode))
+        of_mode: dict[str, Any] = {**of_full, "mode": mode, "expandable": mode == "native"}
+        made.append(Case(f"{mode} full 24", high=24, **full, **ours, **of_mode))
     made.append(Case("fsdp2 full", **{**full, **few}, kind="fsdp2", **of_full, seconds=75))
     made.append(Case("torchao full", **{**full, **few}, kind="torchao", **of_full, seconds=50))
     for mode in modes:
@@ -181,6 +183,7 @@ def cases_of(modes: tuple[str, ...], scale: Scale = FULL) -> dict[str, Case]:
             "as_much_as": "torchao full",
             **of_full,
             "mode": mode,
+            "expandable": mode == "native",
             "seconds": 45,
         }
         made.append(Case(f"{mode} full as torchao", **full, **ours, **as_torchao))

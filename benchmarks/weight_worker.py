@@ -1,7 +1,7 @@
 """One process of weights.py: it measures one case.
 
 All of it is deterministic. The model is made the same in each case; three steps are compared with
-plain torch's, some more settle, and then steps are timed one by one, each waited for.
+plain torch's, some more settle, and then steps are timed that follow each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place:
             testing.simulated_gpu(memory="1GiB")
 
     def timed(self, function: Callable[[], Any]) -> tuple[float, Any]:
-        """In ms, all that was queued before it done."""
+        """In ms, until what it queued to compute is done, as `loss.item()` would wait for it."""
         self.wait()
         began = time.perf_counter()
         found = function()
@@ -53,7 +53,7 @@ class Place:
 
     def wait(self) -> None:
         if not self.simulated:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def allocated(self) -> int:
         return self._stats().live if self.simulated else torch.cuda.memory_allocated()
@@ -186,6 +186,9 @@ def set_up(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
         import stagehand_alloc
 
         torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+    if case.expandable and not place.simulated:
+        set_allocator: Any = torch.cuda.memory
+        set_allocator._set_allocator_settings("expandable_segments:True")
     load_kernels(case, place)
     if case.kind == "ours":
         return ours(case, place, high)
@@ -225,7 +228,7 @@ class Measured:
         before = stagehand.stats() if stagehand is not None else None
         result.start = place.allocated()
         place.reset_peaks()
-        result.step = statistics.median(place.timed(self._step)[0] for _ in range(case.steps))
+        result.step = statistics.median(self._in_a_row(case.steps))
         if stagehand is not None:
             counted(result, stagehand.stats().since(before), case.steps)
             result.pinned = stagehand.stats().weights_pinned_bytes
@@ -255,10 +258,28 @@ class Measured:
         self._backward(loss)
         self._update()
 
+    def _in_a_row(self, steps: int) -> list[float]:
+        """ms of each, from its start to the next one's on the device's clock.
+
+        Nobody waits in between, as in training: what a step still copies as it ends goes on beside
+        the next one.
+        """
+        marks = worker.Marks(self.place.device)
+        for _ in range(steps):
+            marks.add()
+            self._step()
+        marks.add()
+        self.place.wait()
+        return marks.gaps_ms()
+
+    def _forward_and_backward(self) -> Tensor:
+        loss = self._forward()
+        self._backward(loss)
+        return loss
+
     def _compare(self) -> None:
         for i in range(COMPARED):
-            took, loss = self.place.timed(self._forward)
-            took += self.place.timed(functools.partial(self._backward, loss))[0]
+            took, loss = self.place.timed(self._forward_and_backward)
             self.result.first = self.result.first if i else took
             if i < self.setup.same_steps:
                 found = [self._gradient(p) for p in self.compared]
