@@ -61,7 +61,7 @@ def weights(found: dict[str, Any]) -> str:
         there = measured(cases, f"{high}")
         times = [f"{one['to_plain']:.2f}" for one in there]
         if there:
-            times.append(f"of moving alone at least {there[0]['bound_to_plain']:.2f}")
+            times.append(f"moving alone at least {there[0]['bound_to_plain']:.2f}")
             budgets.append(f"{high} GB {', '.join(times)}")
     return (
         "\n![Step time against the budget, weights in it](benchmarks/results/weights.svg)\n\n"
