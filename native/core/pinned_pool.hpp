@@ -90,6 +90,7 @@ class PinnedPool {
   bool growing() const { return growing_ > 0; }
   // No growth is started while held.
   void hold(bool held) { held_ = held; }
+  bool held() const { return held_; }
 
   // No slab is taken, pageable ones included, and none is being made.
   bool idle() const {

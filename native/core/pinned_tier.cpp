@@ -166,6 +166,7 @@ void PinnedTier::pin_ahead() {
   Toucher toucher;
   Chunk next;
   using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::milliseconds kLongestPause{20};
   Clock::time_point others_until;
   Lock lock(mutex_);
   for (;;) {
@@ -182,11 +183,12 @@ void PinnedTier::pin_ahead() {
     // Who calls the driver meanwhile waits, and does not get in between two of these in a row: one
     // launch waited for all of sixteen. So others have as long in between as one took, unless
     // somebody waits for this.
-    work_.wait_until(lock, others_until, [&] { return !requests_.empty(); });
+    work_.wait_until(lock, others_until, [&] { return !requests_.empty() || pool_.held(); });
     lock.unlock();
     const Clock::time_point began = Clock::now();
     const bool pinned = pin_chunk(driver, &chunk);
-    others_until = Clock::now() + (Clock::now() - began);
+    const Clock::time_point ended = Clock::now();
+    others_until = ended + std::min<Clock::duration>(ended - began, kLongestPause);
     lock.lock();
     finish(chunk, pinned);
   }

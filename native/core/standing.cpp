@@ -55,6 +55,7 @@ bool Standing::used(Use use, Plan::Place saves, Bytes saved) {
     groups_[before_it.group].beside[static_cast<std::size_t>(before_it.kind)] = beside_;
   }
   beside_ = 0;
+  groups_[use.group].trains |= use.kind != UseKind::sampling;
   groups_[use.group].saved[static_cast<std::size_t>(use.kind)] = saved;
   if (!marks_.empty() && before(saves, marks_.back().from)) {
     saves = marks_.back().from;  // the newest record is gone: places only grow
@@ -66,27 +67,32 @@ bool Standing::used(Use use, Plan::Place saves, Bytes saved) {
   return true;
 }
 
+// An optimizer's step needs all of its state, so which of it leaves before costs nothing.
+std::uint32_t Standing::counted_distance(GroupId id) const {
+  const std::uint32_t away = order_.distance(id);
+  const bool in_step = order_.current().kind == UseKind::sampling;
+  return !in_step && away != UseOrder::kNever && is_state(id) ? UseOrder::kNever - 1 : away;
+}
+
 // Forward fills the memory up, and copies out end in the order in which they were queued. An
 // optimizer's step queues them as it goes, so what it used first leaves first for nothing.
 bool Standing::leaves_later(GroupId id, GroupId other) const {
   const WeightGroup& one = groups_[id];
   const WeightGroup& two = groups_[other];
-  const UseKind now = order_.current().kind;
-  if (now != UseKind::sampling && only_steps_use(id) && only_steps_use(other)) {
-    if ((one.dirty > 0) != (two.dirty > 0)) {
-      return one.dirty > 0;
-    }
-    if (one.dirty == 0 && now == UseKind::forward) {
-      return one.turn > two.turn;
-    }
-  }
-  const std::uint32_t a = order_.distance(id);
-  const std::uint32_t b = order_.distance(other);
+  const std::uint32_t a = counted_distance(id);
+  const std::uint32_t b = counted_distance(other);
   if (a != b) {
     return a < b;
   }
-  const bool dirty = one.dirty > 0;
-  return dirty != (two.dirty > 0) ? dirty : one.bytes <= two.bytes;
+  if ((one.dirty > 0) != (two.dirty > 0)) {
+    return one.dirty > 0;
+  }
+  if (one.dirty == 0 && one.turn != two.turn && order_.current().kind == UseKind::forward) {
+    return one.turn > two.turn;
+  }
+  const std::uint32_t in = order_.distance(id);
+  const std::uint32_t other_in = order_.distance(other);
+  return in != other_in ? in < other_in : one.bytes <= two.bytes;
 }
 
 GroupId Standing::farthest() const {
@@ -131,11 +137,16 @@ GroupId Standing::written_next(Bytes leaving) const {
 }
 
 bool Standing::stepped(GroupId id) const {
-  return only_steps_use(id) && order_.distance(id) > order_.rest_of_pass();
+  const Use next = order_.next_use(id);
+  return next.group == id && next.kind == UseKind::sampling &&
+         order_.distance(id) > order_.rest_of_pass();
 }
 
 GroupId Standing::stepped_next(Bytes leaving) const {
   GroupId found = kNoGroup;
+  if (leaving == 0) {
+    return found;
+  }
   Bytes clean = 0;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     if (!may_go(id) || !stepped(id)) {

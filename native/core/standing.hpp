@@ -30,6 +30,7 @@ struct WeightGroup {
   bool alive = false;
   bool refused = false;  // its copy out was; it does not leave until `forgive`
   bool far = false;      // it came far ahead of need, and was not used since
+  bool trains = false;   // a forward with gradients, or a backward, has used it
   // Of its last uses, by kind: the most that was live beside all weights,
   std::array<Bytes, 3> beside{};
   // and what was saved as they began, wherever it was. Before the first: as much as can be.
@@ -60,8 +61,9 @@ class Standing {
   // places from `saves` on. False: it goes on.
   bool used(Use use, Plan::Place saves, Bytes saved);
   // The group that leaves first: at home, not held, its next use the farthest; of several a clean
-  // one, then the largest. What only optimizers' steps use, such as their state, is all as far: a
-  // clean one leaves first, in forward the one that was copied out first. kNoGroup without any.
+  // one, then the largest. In forward and backward state is farther than anything else, all of it
+  // alike: a clean one leaves first, in forward the one that was copied out first. kNoGroup without
+  // any.
   GroupId farthest() const;
   // Of those with so many bytes or more the one whose next use is the farthest.
   GroupId farthest_as_large(Bytes bytes) const;
@@ -107,10 +109,12 @@ class Standing {
     GroupId group;
   };
 
+  std::uint32_t counted_distance(GroupId id) const;
   bool leaves_later(GroupId id, GroupId other) const;
   bool may_go(GroupId id) const { return groups_[id].may_leave() && !groups_[id].refused; }
-  bool only_steps_use(GroupId id) const {
-    return order_.next_use(id).group == id && order_.next_use(id).kind == UseKind::sampling;
+  // What an optimizer keeps: nothing else uses it, and it is written to.
+  bool is_state(GroupId id) const {
+    return !groups_[id].trains && (groups_[id].dirty > 0 || groups_[id].turn > 0);
   }
 
   std::deque<WeightGroup> groups_;  // a deque: they stay where they are

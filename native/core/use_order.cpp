@@ -55,15 +55,10 @@ std::size_t UseOrder::likeliest(bool any_kind) const {
   return found;
 }
 
-std::uint32_t UseOrder::rest_of_pass() const {
-  const auto ends = std::find_if(upcoming_.begin(), upcoming_.end(),
-                                 [this](Use use) { return use.kind != current().kind; });
-  return static_cast<std::uint32_t>(ends - upcoming_.begin());
-}
-
 // What followed that place, up to now: then it would begin again.
 void UseOrder::expect() {
   upcoming_.clear();
+  rest_ = 0;
   std::fill(next_.begin(), next_.end(), kNever);
   std::fill(backward_.begin(), backward_.end(), kNever);
   if (past_.empty()) {
@@ -77,6 +72,7 @@ void UseOrder::expect() {
     const Use use = past_[i];
     upcoming_.push_back(use);
     const auto count = static_cast<std::uint32_t>(upcoming_.size());
+    rest_ += rest_ + 1 == count && use.kind == past_.back().kind ? 1 : 0;
     if (use.group >= next_.size()) {
       next_.resize(use.group + 1, kNever);
       backward_.resize(use.group + 1, kNever);

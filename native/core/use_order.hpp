@@ -54,7 +54,7 @@ class UseOrder {
   }
   // How many of the next uses are of the kind of what is used now, up to the first of another: what
   // is left of this forward, backward or optimizer's step.
-  std::uint32_t rest_of_pass() const;
+  std::uint32_t rest_of_pass() const { return rest_; }
   // What is used now; of no group before the first.
   Use current() const { return past_.empty() ? Use{} : past_.back(); }
   // The same of its next backward, which is when what it saved is needed.
@@ -75,6 +75,7 @@ class UseOrder {
   std::vector<Use> upcoming_;
   std::vector<std::uint32_t> next_;  // by group
   std::vector<std::uint32_t> backward_;
+  std::uint32_t rest_ = 0;
 };
 
 }  // namespace stagehand::core

@@ -267,9 +267,7 @@ bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
 // Which group it takes the place of. kNoGroup: none.
 // * What is used next: of one that is used later. That one would leave all the same once its block
 //   is reached, and the copy begin only then.
-// * What an optimizer's step uses yet: of what that has used, so that copies out and copies in go
-// on
-//   beside each other.
+// * What an optimizer's step uses yet: of what that has used, so that copies go both ways at once.
 // * What it will use first, in backward: of what it will use later (not `in_time`). By then the
 //   first ones have been used, and what left for them comes back in their places.
 // * What is used further ahead: of one that is used later, as large, and leaves for nothing.
@@ -418,14 +416,13 @@ void Weights::write_ahead() {
   Lane& out = d_.transfers.out();
   const Bytes away = standing_.bytes() - home_bytes_;
   const UseKind kind = standing_.order().current().kind;
-  const auto next = [&](Bytes leaving) {
-    return kind == UseKind::sampling ? standing_.stepped_next(leaving)
-                                     : standing_.written_next(leaving);
-  };
   const Bytes left = kind != UseKind::backward ? std::max(left_before_, left_) : 0;
-  GroupId id = next(left - std::min(left, away));
+  const Bytes leaving = left - std::min(left, away);
+  const bool steps = kind == UseKind::sampling;
+  GroupId id = steps ? standing_.stepped_next(leaving) : standing_.written_next(leaving);
   if (id == kNoGroup && away > 0) {
-    id = next(~Bytes{0});
+    id = steps ? standing_.stepped_next(~Bytes{0}) : kNoGroup;
+    id = id == kNoGroup ? standing_.written_next(~Bytes{0}) : id;
     id = id != kNoGroup && out.clock().passed(out.clock().upcoming() - 1) ? id : kNoGroup;
   }
   if (id != kNoGroup && !out.full()) {

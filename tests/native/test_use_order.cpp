@@ -269,6 +269,42 @@ TEST("state leaves in forward as its copies out end, and a dirty one last, thoug
   CHECK_EQ(standing.farthest(), 3);  // from here on what is needed later
 }
 
+// As with DPO: between the policy's forward and its backward a frozen one runs without gradients.
+TEST("what a forward without gradients needs next stays, and state that is needed later leaves") {
+  Model model(6);  // two blocks of the policy, two of the other, two of state
+  Standing& standing = model.standing;
+  const auto uses = [&](UseKind kind, GroupId first, GroupId second) {
+    standing.used({first, kind}, {}, 0);
+    standing.used({second, kind}, {}, 0);
+  };
+  for (int i = 0; i < 2; ++i) {
+    uses(kForward, 0, 1);
+    uses(kSampling, 2, 3);
+    uses(kBackward, 1, 0);
+    uses(kSampling, 4, 5);
+  }
+  for (GroupId id = 0; id < 6; ++id) {
+    model.home(id);
+  }
+  standing.at(4).dirty = standing.at(5).dirty = 1;
+  uses(kForward, 0, 1);
+  const GroupId order[] = {5, 4, 0, 1, 3, 2};
+  for (const GroupId id : order) {
+    CHECK_EQ(standing.farthest(), id);
+    model.home(id, false);
+    standing.at(id).dirty = 0;
+  }
+}
+
+TEST("a backward's end keeps the weights that the optimizer's step uses first") {
+  Trained model;
+  Standing& standing = model.standing;
+  model.forward();
+  model.backward();
+  standing.at(2).dirty = standing.at(3).dirty = 1;
+  CHECK_EQ(standing.farthest(), 3);
+}
+
 TEST("what is saved is gone by the time that a later backward needs memory") {
   Model model(2);
   Standing& standing = model.standing;
