@@ -242,14 +242,18 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
 // be copied out for what is far ahead, that begins, and it leaves in a later use: whose work would
 // wait for the copy else. A few in each use: where no hole comes of it, the others stay.
 bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
-  bool in_time = true;
-  const GroupId last = in_its_place(id, &in_time);
-  if (last == kNoGroup || left_instead_ == kLeftInstead) {
+  if (left_instead_ == kLeftInstead) {
+    return false;
+  }
+  const GroupId last = in_its_place(id);
+  if (last == kNoGroup) {
     return false;
   }
   ++left_instead_;
   WeightGroup& group = standing_.at(last);
-  if (group.dirty > 0 && !in_time) {
+  const UseOrder& order = standing_.order();
+  const bool far = order.current().kind == UseKind::backward && order.distance(id) > 1;
+  if (group.dirty > 0 && far) {
     if (!d_.transfers.out().full()) {
       write_back(group);  // refused: it stays dirty
     }
@@ -268,11 +272,12 @@ bool Weights::bring_instead(Entry& entry, GroupId id, driver::Stream stream) {
 // * What is used next: of one that is used later. That one would leave all the same once its block
 //   is reached, and the copy begin only then.
 // * What an optimizer's step uses yet: of what that has used, so that copies go both ways at once.
-// * What it will use first, in backward: of what it will use later (not `in_time`). By then the
-//   first ones have been used, and what left for them comes back in their places.
+// * What it will use first, in backward: of what it will use later. By then the first ones have
+// been
+//   used, and what left for them comes back in their places.
 // * What is used further ahead: of one that is used later, as large, and leaves for nothing.
 // The last two only while nothing but weights comes and goes.
-GroupId Weights::in_its_place(GroupId id, bool* in_time) const {
+GroupId Weights::in_its_place(GroupId id) const {
   const UseOrder& order = standing_.order();
   const std::uint32_t away = order.distance(id);
   const UseKind now = order.current().kind;
@@ -286,7 +291,6 @@ GroupId Weights::in_its_place(GroupId id, bool* in_time) const {
   if (last != kNoGroup && now == UseKind::backward && for_a_step && alone() &&
       order.next_use(last).kind == UseKind::sampling &&
       order.distance(last) > away + 2 * Standing::kAhead) {
-    *in_time = away == 1;
     return last;
   }
   last = standing_.farthest();

@@ -106,7 +106,7 @@ class Weights {
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
   bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
-  GroupId in_its_place(GroupId id, bool* in_time) const;
+  GroupId in_its_place(GroupId id) const;
   Bytes saved() const;
   bool put_away(WeightGroup& group);
   bool give_way(WeightGroup& group);

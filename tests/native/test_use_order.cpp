@@ -201,8 +201,6 @@ TEST("no more is copied out ahead than is to leave, the farthest first") {
 
 // Two blocks, and the state that an optimizer keeps of each: one use in a step.
 struct Trained : Model {
-  static constexpr GroupId kStates[] = {2, 3};
-
   Trained() : Model(4) {
     for (int i = 0; i < 2; ++i) {
       forward();

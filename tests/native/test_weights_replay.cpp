@@ -120,7 +120,7 @@ void holds_trained_to(Bytes high, double of_plain, double gb) {
 // Each group of state leaves and comes back once a step, one way beside the other.
 TEST("all trained on the process allocator: state leaves in forward, and is back in backward") {
   holds_trained_to<HeapTensors>(26 * kGB, 1.01, 3.3);
-  holds_trained_to<HeapTensors>(24 * kGB, 1.11, 5.8);
+  holds_trained_to<HeapTensors>(24 * kGB, 1.11, 5.7);
   holds_trained_to<HeapTensors>(22 * kGB, 1.26, 8.2);
   holds_trained_to<HeapTensors>(20 * kGB, 1.34, 9.3);
   holds_trained_to<HeapTensors>(18 * kGB, 1.62, 12.2);
