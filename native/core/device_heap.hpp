@@ -127,6 +127,7 @@ class DeviceHeap {
   Status create_and_map(Address address, Bytes bytes, std::vector<Piece>* pieces, Bytes piece);
   void unmap_new(Address address, const std::vector<Piece>& pieces);
   void add_pieces(Arena& arena, Address address, const std::vector<Piece>& pieces);
+  std::vector<Block*>& idle_blocks(const Arena& arena);
   std::vector<Piece*> free_pieces(Arena& arena, const Block* spared, Bytes wanted);
   Status map_moved(Address address, const std::vector<Piece*>& moves, Bytes lacking,
                    std::vector<Piece>* made);
@@ -149,11 +150,12 @@ class DeviceHeap {
   void take_back(Block* block, const Fence& fence, Seq idle_from);
   bool usable(const Block& block) const;
   bool sound(const Run& run);
+  void find_usable(const Arena& arena, std::uint64_t mark);
   Run best_run(Arena& arena, Bytes bytes);
   bool drop_former(Block* block);
   void drop_formers(Arena& arena, bool all, int not_ready);
 
-  static constexpr std::size_t kMostFormers = 8192;  // of an arena: a search looks at all
+  static constexpr std::size_t kMostFormers = 8192;                 // of an arena: page tables
   static constexpr std::uint64_t kOfHeap = std::uint64_t{1} << 63;  // marks its blocks as seen
   static constexpr std::size_t kManyArenas = 32;
 
@@ -167,8 +169,11 @@ class DeviceHeap {
   Counters& counters_;
   BlockNodes nodes_;
   std::vector<std::unique_ptr<Arena>> arenas_;
-  std::uint64_t turn_ = 0;     // of `sound`
-  std::vector<Piece*> moves_;  // scratch of take_up
+  std::uint64_t turn_ = 0;  // of searches
+  // Scratch of them.
+  std::vector<Piece*> moves_;
+  std::vector<Block*> idle_;
+  std::vector<Block*> formers_;
 };
 
 }  // namespace stagehand::core

@@ -145,24 +145,59 @@ bool DeviceHeap::sound(const Run& run) {
   }
 }
 
+// Marks the arena's former addresses whose pieces are idle elsewhere, and gathers them in
+// `formers_`. Found from idle memory, of which there is little where a request finds no hole: a
+// process collects thousands of former addresses.
+void DeviceHeap::find_usable(const Arena& arena, std::uint64_t mark) {
+  formers_.clear();
+  for (const auto& from : arenas_) {
+    if (from->key.graph != 0 || from->idle_bytes < granularity_) {
+      continue;
+    }
+    for (const Block* block : idle_blocks(*from)) {
+      if (block->fence.never()) {
+        continue;
+      }
+      for (auto piece = from->pieces.lower_bound(block->address);
+           piece != from->pieces.end() && piece->first + piece->second.size <= block->end();
+           ++piece) {
+        for (Block* former = piece->second.former; former != nullptr;
+             former = former->next_former) {
+          if (former->arena == &arena) {
+            former->seen = mark;
+            formers_.push_back(former);
+          }
+        }
+      }
+    }
+  }
+}
+
 // The shortest run that holds the request, so that a step takes what the one before took; of those
 // the one at the lowest address.
 DeviceHeap::Run DeviceHeap::best_run(Arena& arena, Bytes bytes) {
   constexpr int kUnsound = 64;  // runs that turn out to be no good, at most
+  const std::uint64_t mark = ++turn_ | kOfHeap;
   const std::uint64_t search = ++turn_ | kOfHeap;
+  const auto joins = [&](const Block& block) {
+    return is_idle(block.state)
+               ? !block.fence.never()
+               : block.state == BlockState::former && (block.seen == mark || block.seen == search);
+  };
+  find_usable(arena, mark);
   Run best;
   int unsound = 0;
-  for (Block* former = arena.former.first(); former != nullptr; former = former->bin_next) {
-    if (former->seen == search || !usable(*former)) {
+  for (Block* former : formers_) {
+    if (former->seen == search) {
       continue;
     }
     Block* first = former;
-    while (first->previous != nullptr && usable(*first->previous)) {
+    while (first->previous != nullptr && joins(*first->previous)) {
       first = first->previous;
     }
     // Two ends that only move forward: from each first block on the shortest that holds it.
     Run run{first, first, 0};
-    for (Block* last = first; last != nullptr && usable(*last); last = last->next) {
+    for (Block* last = first; last != nullptr && joins(*last); last = last->next) {
       last->seen = search;
       run.last = last;
       run.bytes += last->size;

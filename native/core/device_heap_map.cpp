@@ -193,6 +193,19 @@ Status DeviceHeap::map_new(Arena& arena, Block* hole, Bytes bytes, Bytes piece) 
   return Status::ok;
 }
 
+// Those that may hold a whole piece, until the next call.
+std::vector<Block*>& DeviceHeap::idle_blocks(const Arena& arena) {
+  idle_.clear();
+  arena.free.from_smallest(granularity_, [&](Block* block) {
+    idle_.push_back(block);
+    return true;
+  });
+  for (Block* b = arena.evicting.first(); b != nullptr; b = b->bin_next) {
+    idle_.push_back(b);
+  }
+  return idle_;
+}
+
 // Whole pieces inside free and evicting blocks until they hold `wanted`: those that are all wanted
 // before one that is larger than what is left, this arena's before others'. Graph arenas keep
 // theirs: a captured graph will use those addresses again.
@@ -200,7 +213,6 @@ std::vector<Piece*> DeviceHeap::free_pieces(Arena& arena, const Block* spared, B
   std::vector<Piece*> moves;
   Bytes found = 0;
   Piece* larger = nullptr;  // the first of all that are
-  std::vector<const Block*> idle;
   const auto collect = [&](Arena& from, const Block* block) {
     if (block == spared || block->fence.never()) {
       return true;
@@ -222,15 +234,8 @@ std::vector<Piece*> DeviceHeap::free_pieces(Arena& arena, const Block* spared, B
     if (from.key.graph != 0 || from.idle_bytes < granularity_) {
       return;
     }
-    idle.clear();
-    from.free.from_smallest(granularity_, [&](Block* block) {
-      idle.push_back(block);
-      return true;
-    });
-    for (Block* b = from.evicting.first(); b != nullptr; b = b->bin_next) {
-      idle.push_back(b);
-    }
     // In the order of addresses: what is left stays together.
+    std::vector<Block*>& idle = idle_blocks(from);
     std::sort(idle.begin(), idle.end(),
               [](const Block* a, const Block* b) { return a->address < b->address; });
     for (const Block* block : idle) {

@@ -19,15 +19,17 @@ class SpareEvents {
 
   explicit SpareEvents(Gate& gate) : gate_(gate) {}
 
-  // Before a step: what most need, once; and where that was not enough since the last call, twice
-  // what was lacking, at most half as much more at once and eight times as much in all. What the
-  // driver refuses is made when it is needed.
+  // Before a step: what most need, once. Then where a quarter of that is not to spare, since the
+  // host is ahead of the GPU by whole steps, as much as is lacking; and where something had to be
+  // made since the last call, twice that, at most half of what most need. Eight times that in all.
+  // What the driver refuses is made when it is needed.
   void fill() {
     for (const Kind kind : {Kind::order, Kind::time}) {
       Spare& spare = of(kind);
       const std::size_t most = kMostTimes * count(kind);
-      const std::size_t lacked = spare.late - spare.known;
-      const std::size_t more = filled_ ? std::min(2 * lacked, count(kind) / 2) : count(kind);
+      const std::size_t lacked = std::min(2 * (spare.late - spare.known), count(kind) / 2);
+      const std::size_t to_spare = std::min(count(kind) / 4, spare.events.size());
+      const std::size_t more = filled_ ? std::max(lacked, count(kind) / 4 - to_spare) : count(kind);
       spare.known = spare.late;
       spare.events.reserve(spare.events.size() + more);
       for (std::size_t i = 0; i < more && spare.made < most; ++i) {
