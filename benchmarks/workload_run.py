@@ -184,7 +184,13 @@ class CaseRun:
         return [f"{mode} {budget}" for mode in modes for budget in self.case.bars]
 
     def _receive_place(self, worker: Worker) -> None:
-        self.place.update(worker.receive())
+        try:
+            self.place.update(worker.receive())
+        except WorkerError:
+            if not worker.alive:
+                raise
+            # The workload before it may have left too little of a GPU of 80 GB. It is gone by now.
+            self.place.update(worker.ask("build"))
 
     def _worker(self, key: str) -> Worker:
         """The process of a configuration."""

@@ -22,7 +22,7 @@ import workloads  # noqa: E402
 from foreign import compiled  # noqa: E402
 from measures import Budget, Link  # noqa: E402
 from workload_cases import CASES, FREE, OURS, SHARES, Bar, Case  # noqa: E402
-from workload_run import Measured  # noqa: E402
+from workload_run import CaseRun, Measured  # noqa: E402
 
 LINK = Link(d2h=50e9, h2d=25e9)
 FIRST_MS = {"first": 117.0, "later": 90.0, "cold": 100.0}
@@ -214,6 +214,22 @@ def test_results_of_other_sources_are_not_joined(tmp_path: pathlib.Path) -> None
     assert workloads.kept(path, place) == {"gpt": 1}
     assert workloads.kept(path, {**place, "sources": "b"}) == {}
     assert workloads.kept(tmp_path / "none.json", place) == {}
+
+
+def test_a_model_that_found_no_room_beside_the_workload_before_is_built_again() -> None:
+    run = CaseRun("gpt", CASES["gpt"], workloads.QUICK, simulated=True)
+    try:
+        for worker in run._workers.values():
+            worker.send("build", unknown=1)  # fails, and the process lives
+        for worker in run._workers.values():
+            run._receive_place(worker)
+        assert run.place["device"] == "CPU"
+        assert all(
+            worker.ask("single", mode="plain", number=0)["wall_ms"] > 0
+            for worker in run._workers.values()
+        )
+    finally:
+        run.close()
 
 
 def test_a_workload_is_measured_at_all_its_budgets(tmp_path: pathlib.Path) -> None:
