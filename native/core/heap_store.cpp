@@ -180,13 +180,25 @@ Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std
 Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* status) {
   d_.books.forgive();
   bool pressed = false;  // something was evicted for this request
-  bool waited = false;   // for old addresses to come free
+  bool freed = false;    // old addresses, as far as that needs no wait
+  bool waited = false;   // for the rest of them
   Attempt attempt;
   for (;;) {
     const Bytes mapped = d_.counters.mapped;
     Block* block = room_without_evicting(arena, bytes);
     if (block != nullptr) {
       count_overshoot(mapped, bytes);
+    }
+    // Memory is there, and no addresses to map it at: whoever left now would leave for nothing.
+    if (block == nullptr && !waited && lacking(bytes) == 0 &&
+        heap_.short_of_addresses(arena, bytes)) {
+      waited = freed;
+      if (waited) {
+        d_.room.wait_for_gpu(entry);
+      }
+      freed = true;
+      heap_.free_addresses(arena);
+      continue;
     }
     const bool may_leave = block == nullptr && arena.key.graph == 0;
     if (may_leave && d_.weights.make_way(arena.key.small) != 0) {

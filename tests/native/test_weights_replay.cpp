@@ -104,6 +104,19 @@ TEST("a first step: what came far ahead makes way for requests three times, then
   }
 }
 
+// What moves stays mapped where it was, so that addresses run out on a small device, step by step.
+TEST("where addresses run out no group leaves for it: those that memory has left are given back") {
+  Machine machine = lora_machine(on_one_link);
+  machine.memory = 16_GiB;
+  LoraReplay<HeapTensors> replay(deterministic_blocks(kLong), 8'500'000'000, machine);
+  replay.step();
+  for (int i = 0; i < 40; ++i) {
+    const LoraStep step = replay.step();
+    CHECK(step.loads <= LoraModel::kBlocks + 4);
+    CHECK(step.ms < 1.6 * replay.plain_ms());
+  }
+}
+
 TEST("short sequences, which the link bounds: hardly more is loaded than must come") {
   holds_to<HeapTensors>(equal_blocks(kShort), 4 * kGB, 2.26, 4.7);
   holds_to<HeldTensors>(equal_blocks(kShort), 4 * kGB, 2.50, 5.1);
