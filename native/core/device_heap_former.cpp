@@ -151,13 +151,7 @@ bool DeviceHeap::sound(const Run& run) {
 void DeviceHeap::find_usable(const Arena& arena, std::uint64_t mark) {
   formers_.clear();
   for (const auto& from : arenas_) {
-    if (from->key.graph != 0 || from->idle_bytes < granularity_) {
-      continue;
-    }
     for (const Block* block : idle_blocks(*from)) {
-      if (block->fence.never()) {
-        continue;
-      }
       for (auto piece = from->pieces.lower_bound(block->address);
            piece != from->pieces.end() && piece->first + piece->second.size <= block->end();
            ++piece) {

@@ -193,28 +193,34 @@ Status DeviceHeap::map_new(Arena& arena, Block* hole, Bytes bytes, Bytes piece) 
   return Status::ok;
 }
 
-// Those that may hold a whole piece, until the next call.
+// Those that may move and may hold a whole piece, until the next call. Graph arenas keep theirs: a
+// captured graph will use those addresses again.
 std::vector<Block*>& DeviceHeap::idle_blocks(const Arena& arena) {
   idle_.clear();
-  arena.free.from_smallest(granularity_, [&](Block* block) {
-    idle_.push_back(block);
+  if (arena.key.graph != 0 || arena.idle_bytes < granularity_) {
+    return idle_;
+  }
+  const auto add = [&](Block* block) {
+    if (!block->fence.never()) {
+      idle_.push_back(block);
+    }
     return true;
-  });
+  };
+  arena.free.from_smallest(granularity_, add);
   for (Block* b = arena.evicting.first(); b != nullptr; b = b->bin_next) {
-    idle_.push_back(b);
+    add(b);
   }
   return idle_;
 }
 
 // Whole pieces inside free and evicting blocks until they hold `wanted`: those that are all wanted
-// before one that is larger than what is left, this arena's before others'. Graph arenas keep
-// theirs: a captured graph will use those addresses again.
+// before one that is larger than what is left, this arena's before others'.
 std::vector<Piece*> DeviceHeap::free_pieces(Arena& arena, const Block* spared, Bytes wanted) {
   std::vector<Piece*> moves;
   Bytes found = 0;
   Piece* larger = nullptr;  // the first of all that are
   const auto collect = [&](Arena& from, const Block* block) {
-    if (block == spared || block->fence.never()) {
+    if (block == spared) {
       return true;
     }
     for (auto piece = from.pieces.lower_bound(block->address);
@@ -231,9 +237,6 @@ std::vector<Piece*> DeviceHeap::free_pieces(Arena& arena, const Block* spared, B
     return found < wanted;
   };
   const auto search = [&](Arena& from) {
-    if (from.key.graph != 0 || from.idle_bytes < granularity_) {
-      return;
-    }
     // In the order of addresses: what is left stays together.
     std::vector<Block*>& idle = idle_blocks(from);
     std::sort(idle.begin(), idle.end(),

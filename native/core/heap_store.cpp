@@ -182,6 +182,17 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
   bool pressed = false;  // something was evicted for this request
   bool freed = false;    // old addresses, as far as that needs no wait
   bool waited = false;   // for the rest of them
+  const auto more_addresses = [&] {
+    if (waited || !heap_.short_of_addresses(arena, bytes)) {
+      return false;
+    }
+    waited = std::exchange(freed, true);
+    if (waited) {
+      d_.room.wait_for_gpu(entry);
+    }
+    heap_.free_addresses(arena);
+    return true;
+  };
   Attempt attempt;
   for (;;) {
     const Bytes mapped = d_.counters.mapped;
@@ -190,14 +201,7 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
       count_overshoot(mapped, bytes);
     }
     // Memory is there, and no addresses to map it at: whoever left now would leave for nothing.
-    if (block == nullptr && !waited && lacking(bytes) == 0 &&
-        heap_.short_of_addresses(arena, bytes)) {
-      waited = freed;
-      if (waited) {
-        d_.room.wait_for_gpu(entry);
-      }
-      freed = true;
-      heap_.free_addresses(arena);
+    if (block == nullptr && lacking(bytes) == 0 && more_addresses()) {
       continue;
     }
     const bool may_leave = block == nullptr && arena.key.graph == 0;
@@ -211,10 +215,7 @@ Block* HeapStore::reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* statu
         continue;
       }
     }
-    if (block == nullptr && !waited && heap_.short_of_addresses(arena, bytes)) {
-      waited = true;
-      d_.room.wait_for_gpu(entry);
-      heap_.free_addresses(arena);
+    if (block == nullptr && more_addresses()) {
       continue;
     }
     if (may_leave && d_.weights.make_way(arena.key.small, true) != 0) {
