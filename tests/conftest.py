@@ -21,6 +21,14 @@ DEVICE = 0
 SEED = 1  # of each test's schedule: it does not depend on which tests ran before
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_stay() -> None:
+    """A collection walks what a module's tests made, not what was there before: torch and what else
+    was imported are half a million objects, and tests collect often."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def _simulated() -> SimulatedGpu:
     from stagehand_alloc import testing

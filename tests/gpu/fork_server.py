@@ -7,6 +7,7 @@ of a process that ended as any Python does, its interpreter shut down. Negative:
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ def wait(child: int) -> int:
 
 def main() -> int:
     assert not torch.cuda.is_initialized()  # a fork could not use it
+    gc.freeze()  # torch's half a million objects: no collection in a fork need walk them
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()

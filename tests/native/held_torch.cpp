@@ -273,10 +273,8 @@ bool FakeTorch::expand(Bytes bytes, driver::Stream stream, TorchPool pool) {
       reserved_peak_ = std::max(reserved_peak_, reserved());
       return true;
     }
-    Address gap_end = begin + have;
-    while (gap_end < base + segment.bytes && !segment.pages.contains(gap_end)) {
-      gap_end += segment.page;
-    }
+    const auto next = segment.pages.lower_bound(begin + have);
+    const Address gap_end = next != segment.pages.end() ? next->first : base + segment.bytes;
     const Bytes gap = gap_end - (begin + have);
     if (!map_pages(base, begin + have, std::min(gap, round_up(bytes - have, segment.page)))) {
       return false;  // what was mapped stays
