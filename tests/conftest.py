@@ -25,6 +25,8 @@ SEED = 1  # of each test's schedule: it does not depend on which tests ran befor
 def _old_objects_stay() -> None:
     """A collection walks what a module's tests made, not what was there before: torch and what else
     was imported are half a million objects, and tests collect often."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)  # pytest keeps what the last failed test had there
     gc.collect()
     gc.freeze()
 

@@ -138,7 +138,7 @@ class Group:
         self.share = share
         self.native.before_leave = _weakly(self.after_backward)
         for how in _COPIES:  # each looks at the object first
-            setattr(block, how, functools.partial(_refuse_copy, name))
+            setattr(block, how, functools.partial(refuse_copy, name))
         enter, leave = _hooks(self)
         self._handles: list[Any] = [
             block.register_forward_pre_hook(enter, prepend=True),
@@ -312,7 +312,7 @@ def _versions(parameters: Iterable[weakref.ref[nn.Parameter]]) -> int:
     return sum(p._version for p in alive if not p.is_inference())
 
 
-def _refuse_copy(name: str, *_: Any) -> None:
+def refuse_copy(name: str, *_: Any) -> None:
     """Instead of a module with the block's hooks, and so its group, and other weights."""
     raise OffloadError(
         f"The block {name!r} is offloaded, and cannot be copied or pickled.",

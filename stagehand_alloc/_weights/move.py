@@ -272,7 +272,7 @@ def _undo(model: nn.Module, made: list[tuple[Group, bool]], places: Places) -> N
             try:
                 group.native.restore()
             except Exception:  # somebody has taken its memory: the block stays offloaded, and works
-                _state.follow(group)
+                _state.follow(group, model)
                 continue
         else:  # not by way of the GPU, which may be what is full
             copies = {key: raw.clone() for key, raw in _state.host_copies(group).items()}

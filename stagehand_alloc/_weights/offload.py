@@ -70,7 +70,7 @@ def offload(
         device: default: the GPU that the model is on, or the current CUDA device.
         trained: what is trained in the blocks leaves, too: by a copy, once it was written to. All
             that an optimizer has of it is at home at once for its step: `offload_optimizer` takes
-            one chunk after the other. Not the default: it has not been measured on a GPU.
+            one chunk after the other.
         share: a name; all processes of this user on this host that offload the same weights under
             it have one host copy of them. Who comes first writes it, the others compare all of
             its bytes with their own, and give these up. Nobody writes to it afterwards: what
@@ -343,4 +343,4 @@ def _move(
         ) from error
     native.presume_weights(index, [group.native.id for group in made])
     for group in made:
-        _state.follow(group)
+        _state.follow(group, model)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError
 from stagehand_alloc._weights.blocks import storage_of
-from stagehand_alloc._weights.groups import Group
+from stagehand_alloc._weights.groups import Group, refuse_copy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def follow(group: Group) -> None:
-    """Let the block save the host copies of its weights, and load into them."""
+def follow(group: Group, model: nn.Module) -> None:
+    """Let the block, of that name in ``model``, save the host copies of its weights, and load into
+    them. What is refused is so before any module above the block has loaded anything."""
     block: Any = group.block()
     group.add_handles(
+        *(above.register_load_state_dict_pre_hook(_Check(group)) for above in _above(group, model)),
         block.register_state_dict_post_hook(_Save(group)),
         block.register_load_state_dict_pre_hook(_Load(group)),
         block.register_load_state_dict_post_hook(_Loaded(group)),
     )
+
+
+def _above(group: Group, model: nn.Module) -> Iterator[Any]:
+    module = model
+    for name in group.name.split("."):
+        yield module
+        module = module.get_submodule(name)
 
 
 class _Save:
@@ -39,19 +50,44 @@ class _Save:
                 state[prefix + name] = here.clone() if id(parameter) in changing else here
 
 
+def _check_load(group: Group, metadata: Any) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise OffloadError(
+            f"load_state_dict(assign=True) puts other tensors in the place of those of the "
+            f"offloaded block {group.name!r}.",
+            "Load without assign=True, or before stagehand_alloc.offload(model).",
+        )
+    if group.native.shared:
+        raise group.refuse_write("load_state_dict is refused")
+
+
+class _Check:
+    """Of a module above the block, which may live on without it."""
+
+    def __init__(self, group: Group | None = None) -> None:
+        self._of = (lambda: None) if group is None else weakref.ref(group)
+
+    def _group(self) -> Group | None:
+        group = self._of()
+        return None if group is None or group.block() is None else group
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        if (group := self._group()) is not None:
+            _check_load(group, metadata)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of a model that is copied, or pickled, after its block was taken out of it."""
+        if (group := self._group()) is not None:
+            refuse_copy(group.name)
+        return (_Check, ())
+
+
 class _Load:
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-        if metadata.get("assign_to_params_buffers", False):
-            raise OffloadError(
-                f"load_state_dict(assign=True) puts other tensors in the place of those of the "
-                f"offloaded block {self._group.name!r}.",
-                "Load without assign=True, or before stagehand_alloc.offload(model).",
-            )
-        if self._group.native.shared:
-            raise self._group.refuse_write("load_state_dict is refused")
+        _check_load(self._group, metadata)
         self._group.begin_load()
 
 

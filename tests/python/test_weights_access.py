@@ -241,8 +241,24 @@ def test_load_state_dict_reaches_the_host(model: Any) -> None:
 
 
 def test_load_state_dict_may_not_put_others_in_their_place(model: Any) -> None:
+    before, parameters = digests(model), [id(one) for one in model.parameters()]
+    torch.manual_seed(77)
     with pytest.raises(OffloadError, match="assign=True"):
-        model.load_state_dict(build().state_dict(), assign=True)
+        model.load_state_dict(Model().state_dict(), assign=True)
+    # Above the blocks nothing was loaded either: the embedding comes before them.
+    assert [id(one) for one in model.parameters()] == parameters
+    assert digests(model) == before
+
+
+def test_a_model_without_its_offloaded_block_loads_and_copies_as_ever(model: Any) -> None:
+    model.layers = torch.nn.ModuleList()
+    gc.collect()
+    other = copy.deepcopy(model)
+    torch.manual_seed(77)
+    wanted = Model()
+    wanted.layers = torch.nn.ModuleList()
+    other.load_state_dict(wanted.state_dict(), assign=True)
+    assert digests(other) == digests(wanted)
 
 
 # --- What fails half-way is over
