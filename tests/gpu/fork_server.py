@@ -42,6 +42,7 @@ def wait(child: int) -> int:
 
 def main() -> int:
     assert not torch.cuda.is_initialized()  # a fork could not use it
+    gc.collect()
     gc.freeze()  # torch's half a million objects: no collection in a fork need walk them
     for line in sys.stdin:
         order = json.loads(line)

@@ -6,8 +6,10 @@ On torch's own allocator and on the process allocator; the model is 12 blocks of
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from steps import MIB, digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from workloads import LlamaSize, lora
 
 WIDTH, BLOCKS, ROWS = 1024, 12, 2048
 
@@ -23,10 +26,10 @@ WIDTH, BLOCKS, ROWS = 1024, 12, 2048
 class Block(nn.Module):
     """An MLP of 32 MiB, frozen, and a LoRA of rank 8."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 4) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, times * WIDTH, bias=False)
+        self.down = nn.Linear(times * WIDTH, WIDTH, bias=False)
         self.requires_grad_(False)
         self.a = nn.Parameter(torch.randn(8, WIDTH) * 0.02)
         self.b = nn.Parameter(torch.randn(WIDTH, 8) * 0.02)
@@ -55,7 +58,72 @@ def build(marked: bool = False, device: str = "cuda") -> Any:
     return Model(marked).to(device)
 
 
-def trained(model: nn.Module, pool: Any = None, steps: int = 5) -> list[str]:
+class Streams(nn.Module):
+    """As in Flux: text and image have a block each, and see each other by what they add up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = Block(), Block()
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        text = self.text(text + image.mean(0))
+        return text, self.image(image + text.mean(0))
+
+
+class Unequal(nn.Module):
+    """Four blocks of 64 MiB with two streams, then eight of 24 MiB with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([Streams() for _ in range(4)])
+        self.single_transformer_blocks = nn.ModuleList([Block(times=3) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        text, image = x[: ROWS // 4], x[ROWS // 4 :]
+        for block in self.transformer_blocks:
+            text, image = block(text, image)
+        x = torch.cat([text, image])
+        for block in self.single_transformer_blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def unequal() -> Any:
+    torch.manual_seed(3)
+    return Unequal().to("cuda")
+
+
+class Language(nn.Module):
+    """Hugging Face's Llama with PEFT's LoRA, eight layers of 22 MiB in bf16."""
+
+    SIZE = LlamaSize(layers=8, sequence=512)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = lora(self.SIZE, torch.bfloat16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.inner(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def language() -> Any:
+    torch.manual_seed(3)
+    return Language().to("cuda")
+
+
+def tokens() -> Tensor:
+    size = Language.SIZE
+    return torch.randint(size.vocabulary, (2, size.sequence), device="cuda")
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+
+
+def trained(
+    model: nn.Module, pool: Any = None, steps: int = 5, batch: Callable[[], Tensor] = rows
+) -> list[str]:
     """Losses and gradients of each step, and the trained weights at the end."""
     import contextlib
 
@@ -64,7 +132,7 @@ def trained(model: nn.Module, pool: Any = None, steps: int = 5) -> list[str]:
     found = []
     for step in range(steps):
         torch.manual_seed(step)
-        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        x = batch()
         with pool or contextlib.nullcontext():
             loss = model(x)
         loss.backward()
@@ -81,17 +149,19 @@ def in_use() -> int:
     return torch.cuda.memory_allocated()
 
 
-def assert_streams(high: int, marked: bool = False) -> None:
-    """Right, below `high` once learned, and without a wait of the host."""
+def assert_streams(
+    high: int, make: Callable[[], Any] = build, batch: Callable[[], Tensor] = rows
+) -> None:
+    """Right, and below `high` once learned."""
     import stagehand_alloc
     from stagehand_alloc import _native
 
-    expected = trained(build(marked))
-    model = stagehand_alloc.offload(build(marked))
+    expected = trained(make(), batch=batch)
+    model = stagehand_alloc.offload(make())
     pool = stagehand_alloc.pool(high=in_use() + high)
-    assert trained(model, pool) == expected
+    assert trained(model, pool, batch=batch) == expected
     before, weights = stagehand_alloc.stats(), _native.weights(0)
-    trained(model, pool)
+    trained(model, pool, batch=batch)
     after, now = stagehand_alloc.stats(), _native.weights(0)
     assert now["loads"] > weights["loads"]
     assert after.overshoot_bytes == before.overshoot_bytes
@@ -100,12 +170,38 @@ def assert_streams(high: int, marked: bool = False) -> None:
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "checkpoint"])
 def test_lora_on_torchs_allocator(torch_books: None, marked: bool) -> None:
-    assert_streams(320 * MIB, marked)
+    assert_streams(320 * MIB, functools.partial(build, marked))
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "checkpoint"])
 def test_lora_on_the_process_allocator(books: None, marked: bool) -> None:
-    assert_streams(320 * MIB, marked)
+    assert_streams(320 * MIB, functools.partial(build, marked))
+
+
+def test_unequal_blocks_on_torchs_allocator(torch_books: None) -> None:
+    assert_streams(400 * MIB, unequal)
+
+
+def test_unequal_blocks_on_the_process_allocator(books: None) -> None:
+    assert_streams(400 * MIB, unequal)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Attention's backward adds in the same order each time."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_llama_with_lora_on_torchs_allocator(torch_books: None, deterministic: None) -> None:
+    pytest.importorskip("peft")
+    assert_streams(320 * MIB, language, tokens)
+
+
+def test_a_llama_with_lora_on_the_process_allocator(books: None, deterministic: None) -> None:
+    pytest.importorskip("peft")
+    assert_streams(320 * MIB, language, tokens)
 
 
 def test_lora_in_a_mem_pool(torch_books: None) -> None:
