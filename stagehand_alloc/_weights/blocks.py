@@ -60,6 +60,11 @@ def find(model: nn.Module, asked: object) -> dict[str, nn.Module]:
             found[names[id(one)]] = one
         else:
             raise _neither(one)
+    if not found:
+        raise ConfigError(
+            "blocks is empty, so nothing would leave.",
+            "Name modules of the model, or leave blocks out.",
+        )
     return found
 
 

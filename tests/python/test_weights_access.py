@@ -455,6 +455,7 @@ def test_blocks_by_name_by_expression_and_as_modules() -> None:
         ("(", "is no regular expression"),
         (7, "is neither a name"),
         ([nn.Linear(2, 2)], "is neither a name"),
+        ([], "blocks is empty"),
         (["layers", "layers.1"], "lies inside the block 'layers'"),
     ],
 )
