@@ -83,7 +83,7 @@ void copy(const Op& op, std::uint64_t at, std::uint64_t bytes) {
   });
 }
 
-// How many bytes of the words are not the pattern's. The same.
+// How many bytes of the words are not the pattern's. Without sanitizers, as `write_words`.
 __attribute__((no_sanitize("address", "undefined"))) std::uint64_t wrong_in_words(
     const unsigned char* data, std::uint64_t words, std::uint64_t z) {
   constexpr std::uint64_t kOnes = 0x0101010101010101ull;

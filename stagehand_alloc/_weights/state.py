@@ -18,8 +18,12 @@ def follow(group: Group, model: nn.Module) -> None:
     """Let the block, of that name in ``model``, save the host copies of its weights, and load into
     them. What is refused is so before any module above the block has loaded anything."""
     block: Any = group.block()
+    check = _Check(group)
+    above = [one.register_load_state_dict_pre_hook(check) for one in _above(group, model)]
+    for handle in above:  # the module may live on without the block
+        weakref.finalize(block, handle.remove)
     group.add_handles(
-        *(above.register_load_state_dict_pre_hook(_Check(group)) for above in _above(group, model)),
+        *above,
         block.register_state_dict_post_hook(_Save(group)),
         block.register_load_state_dict_pre_hook(_Load(group)),
         block.register_load_state_dict_post_hook(_Loaded(group)),
@@ -62,24 +66,16 @@ def _check_load(group: Group, metadata: Any) -> None:
 
 
 class _Check:
-    """Of a module above the block, which may live on without it."""
+    """Of a module above the block: what pickles or copies that comes by here first."""
 
-    def __init__(self, group: Group | None = None) -> None:
-        self._of = (lambda: None) if group is None else weakref.ref(group)
-
-    def _group(self) -> Group | None:
-        group = self._of()
-        return None if group is None or group.block() is None else group
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-        if (group := self._group()) is not None:
-            _check_load(group, metadata)
+        _check_load(self._group, metadata)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of a model that is copied, or pickled, after its block was taken out of it."""
-        if (group := self._group()) is not None:
-            refuse_copy(group.name)
-        return (_Check, ())
+        refuse_copy(self._group.name)
 
 
 class _Load:
