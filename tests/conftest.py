@@ -43,12 +43,23 @@ def _simulated() -> SimulatedGpu:
 @pytest.fixture
 def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
     """torch's CPU tensors on the simulated GPU for one test, with no ordering mistake in it."""
+    import torch
+    from training import read_proofs
+
     import stagehand_alloc
     from stagehand_alloc import _native
 
     _simulated.set_seed(SEED)
     _simulated.clear_hazards()
+    torch.manual_seed(SEED)
     with _simulated:
+        # What other tests left, and what was learned of them: budgets here are a few pieces of
+        # memory, and which fate a tensor has, and so which hole a request finds, followed from it.
+        gc.collect()
+        read_proofs()
+        _native.empty_cache()
+        _native.forget_steps(DEVICE)
+        stagehand_alloc.reset_peak_stats()
         yield _simulated
         if _native.stats(DEVICE)["host_limit"]:  # else it is the next test's, until its first pool
             with stagehand_alloc.pool(high="1GiB"):

@@ -464,6 +464,21 @@ void Plan::forget() {
   }
 }
 
+void Plan::forget_all() {
+  traces_.clear();
+  for (Step& step : steps_) {
+    step.trace = nullptr;
+    step.kin = Kin{};
+  }
+  rates_ = {};
+  learned_ = 0;
+  varied_ = 0;
+  pressed_ = 0;
+  timed_step_ = 0;
+  other_plan_ = false;
+  ++version_;
+}
+
 PlanState Plan::state() const {
   if (now_ == nullptr) {
     return PlanState::none;

@@ -167,6 +167,8 @@ class Plan {
   std::shared_ptr<const Trace> newest() const {
     return traces_.empty() ? nullptr : traces_.front();
   }
+  // As if no step had been. Steps whose records are alive go on, and follow nothing.
+  void forget_all();
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;

@@ -204,6 +204,8 @@ class Runtime {
   std::vector<Demand::Peak> pinned_demand();
   void set_debug(DebugModes modes);
   void set_checksums(bool on);
+  // As if no step had been, so that what follows depends on nothing earlier; for tests.
+  void forget_steps();
   // Gives free memory back to the driver until mapped <= target. Waits for the GPU.
   Bytes trim(Bytes target);
   void release_graph(std::uint64_t graph);

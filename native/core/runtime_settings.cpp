@@ -120,6 +120,11 @@ void Runtime::set_debug(DebugModes modes) {
   d_.debug = modes;
 }
 
+void Runtime::forget_steps() {
+  Entry entry(d_.gate);
+  d_.plan.forget_all();
+}
+
 void Runtime::set_checksums(bool on) {
   Entry entry(d_.gate);
   d_.debug.checksums = on;

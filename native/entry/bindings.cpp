@@ -189,6 +189,12 @@ void set_debug(bool evict_everything, bool poison, bool checksums) {
       [&](core::Runtime& runtime) { runtime.set_debug({evict_everything, poison, checksums}); });
 }
 
+void forget_steps(int device) {
+  core::Runtime& runtime = opened(device);
+  const GilReleased unlocked;
+  runtime.forget_steps();
+}
+
 void set_checksums(int device, bool on) {
   core::Runtime& runtime = opened(device);
   const GilReleased unlocked;
@@ -282,6 +288,7 @@ NB_MODULE(_native, module) {
   module.def("keep_mem_pool", &keep_mem_pool, "device"_a, "first"_a, "second"_a);
   module.def("let_mem_pool_go", &let_mem_pool_go, "device"_a, "first"_a, "second"_a);
   module.def("set_debug", &set_debug, "evict_everything"_a, "poison"_a, "checksums"_a = false);
+  module.def("forget_steps", &forget_steps, "device"_a);
   module.def("set_checksums", &set_checksums, "device"_a, "on"_a);
   module.def("keep", &keep, "device"_a, "address"_a);
   bind_shapes(module);

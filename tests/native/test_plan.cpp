@@ -506,6 +506,27 @@ TEST("the plan declines when live memory alone was above high in two steps, and 
   CHECK_EQ(with_live(kHigh - 1), Bytes{0});
 }
 
+TEST(
+    "where all is forgotten a step that runs expects nothing more, and teaches as a first one "
+    "does") {
+  Plan plan;
+  const std::vector<Bytes> sizes{4_MiB, 8_MiB, 4_MiB};
+  step(plan, sizes, {0});
+  step(plan, sizes, {0});
+  const auto running = forward(plan, sizes, {1});
+  CHECK(plan.leaves(running[0]));
+  const std::uint64_t version = plan.version();
+  plan.forget_all();
+  CHECK(plan.version() > version);
+  CHECK(!plan.follows() && !plan.learned());
+  CHECK(!plan.leaves(running[0]));
+  backward(plan, running);
+  const auto next = forward(plan, sizes);
+  CHECK(plan.follows());
+  CHECK(plan.leaves(next[1]));
+  CHECK(!plan.leaves(next[0]));
+}
+
 TEST("a record of an earlier step that leaves late does not confuse the step that runs") {
   Plan plan;
   const auto early = forward(plan, {4_MiB, 8_MiB});

@@ -123,6 +123,7 @@ def trained(model: nn.Module, pool: Any = None, *, steps: int = 4) -> list[Any]:
 class Seen:
     """What the engine counted during a `watched`."""
 
+    before: tuple[int, int] = (0, 0)  # bytes live and mapped
     mapped_peak: int = 0
     overshoot: int = 0
     host_waits: int = 0
@@ -136,7 +137,7 @@ def watched() -> Iterator[Seen]:
     _native.empty_cache()
     stagehand_alloc.reset_peak_stats()
     before, weights = stagehand_alloc.stats(), _native.weights(DEVICE)
-    seen = Seen()
+    seen = Seen((before.live, before.mapped))
     yield seen
     after = stagehand_alloc.stats()
     seen.mapped_peak = after.mapped_peak
