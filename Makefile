@@ -102,9 +102,9 @@ check-lint: setup
 .PHONY: check-types
 check-types: setup
 	$(BIN)/mypy
-	$(call types,tests/python tests/conftest.py,tests/python:tools:benchmarks)
-	$(call types,tests/gpu,tests/gpu:tests/python:benchmarks)
-	$(if $(wildcard tests/judgement),$(call types,tests/judgement,tests/judgement:tests/python))
+	$(call types,tests/python tests/conftest.py tests/proofs.py,tests/python:tests:tools:benchmarks)
+	$(call types,tests/gpu,tests/gpu:tests/python:tests:benchmarks)
+	$(if $(wildcard tests/judgement),$(call types,tests/judgement,tests/judgement:tests/python:tests))
 	$(call types,benchmarks,benchmarks:tools:tests/gpu)
 	$(call types,tools examples,tools)
 

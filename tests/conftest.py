@@ -44,7 +44,7 @@ def _simulated() -> SimulatedGpu:
 def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
     """torch's CPU tensors on the simulated GPU for one test, with no ordering mistake in it."""
     import torch
-    from training import read_proofs
+    from proofs import read_proofs
 
     import stagehand_alloc
     from stagehand_alloc import _native

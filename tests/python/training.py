@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from models import Recipe
+from proofs import read_proofs
 from torch import Tensor, nn
 
 import stagehand_alloc
 from stagehand_alloc import _native, testing
-from stagehand_alloc._step.device import process
 
 Around = AbstractContextManager[Any]
 DEVICE = 0
@@ -75,13 +75,6 @@ def train(
         optimizer.step()
     state = {name: digest(tensor) for name, tensor in model.state_dict().items()}
     return Trace(tuple(losses), tuple(traced), state)
-
-
-def read_proofs() -> None:
-    """Those of the last step: each holds a byte until the next entry of a pool."""
-    for device in process.devices():
-        device.proofs.collect()
-        device.proofs.collect()
 
 
 @contextlib.contextmanager
