@@ -27,8 +27,8 @@ BENCH(held_miss) {
     (i < n ? old : live).push_back(tensor);
   }
   rig.drop_all(old);
-  const double first = time_us([&] { rig.runtime->missed(s); });
-  const double again = time_us([&] { rig.runtime->missed(s); });
+  const double first = time_us([&] { rig.runtime->missed(s, 0); });
+  const double again = time_us([&] { rig.runtime->missed(s, 0); });
   print("first", first / 1000, "ms");
   print("again", again / 1000, "ms");
   for (const SavedTensor& one : saved) {

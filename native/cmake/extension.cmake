@@ -24,7 +24,7 @@ endif()
 install(TARGETS _native LIBRARY DESTINATION stagehand_alloc)
 install(TARGETS stagehand_sim_library LIBRARY DESTINATION stagehand_alloc/_sim)
 # What is built on the user's machine, against the torch that is there.
-install(FILES torch_hook/over_storage.hpp torch_hook/recipes.cpp torch_hook/serving.hpp
+install(FILES torch_hook/over_storage.hpp torch_hook/recipes.cpp torch_hook/requests.hpp torch_hook/serving.hpp
               torch_hook/storage.cpp torch_hook/tensors.cpp torch_hook/trigger.cpp
         DESTINATION stagehand_alloc/torch_hook)
 install(FILES core/recipe_side.hpp core/storage_side.hpp core/tensor_side.hpp core/torch_side.hpp core/types.hpp

@@ -428,9 +428,9 @@ bool Runtime::refill_held(RecordId id, const HeldStorage& held, driver::Stream s
   return true;
 }
 
-bool Runtime::missed(driver::Stream stream) {
+bool Runtime::missed(driver::Stream stream, Bytes request) {
   Entry entry(d_.gate);
-  return torch_->missed(entry, stream);
+  return torch_->missed(entry, stream, request);
 }
 
 void Runtime::drop_orphans() {

@@ -134,8 +134,9 @@ class Runtime {
   bool refill_held(RecordId record, const HeldStorage& held, driver::Stream stream,
                    bool* took_reference);
   // torch's cache found no free block on this thread and will grow next. True: something was given
-  // back. Under torch's mutex; never takes the GIL.
-  bool missed(driver::Stream stream);
+  // back. `request`: what is asked for, 0 where torch does not tell. Under torch's mutex; never
+  // takes the GIL.
+  bool missed(driver::Stream stream, Bytes request);
   // Gives up references that only a thread with the GIL may drop. With the GIL.
   void drop_orphans();
   // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.

@@ -52,7 +52,16 @@ Bytes TorchStore::roof_of_driver(Bytes growth, Bytes roof) {
   return std::min<Bytes>(roof, d_.counters.mapped + driver_free);
 }
 
-bool TorchStore::missed(Entry& entry, driver::Stream stream) {
+// What the miss is for; 0 where nobody knows. Where torch tells it, a step that repeats an exact
+// trace also makes room for the largest request that came at this place before: it comes next.
+Bytes TorchStore::request_of(Bytes told) const {
+  if (OwnRequest::here() != 0) {
+    return OwnRequest::here();
+  }
+  return told != 0 && d_.plan.guesses() ? told : std::max(told, d_.plan.expected_request());
+}
+
+bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
   // Nothing is let go of while a stream that we rely on is captured, or the one that asks.
   if (d_.clocks.of(stream).captured()) {
     return false;
@@ -68,7 +77,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   if (!d_.budget.armed) {
     end_aside();
     if (!d_.weights.standing().empty()) {
-      weights_stay_below_high();
+      weights_stay_below_high(std::max(OwnRequest::here(), told));
     }
     return !due.storages.empty();
   }
@@ -77,7 +86,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   refresh();
   poll_newest(kPolled);
   poll_others(kPolled);
-  const Bytes known = OwnRequest::here() != 0 ? OwnRequest::here() : d_.plan.expected_request();
+  const Bytes known = request_of(told);
   // Once over `high` in a step that is not known, not again for what it asked for already.
   const bool over = d_.counters.overshoot_bytes > over_at_entry_;
   const Bytes request = known == 0 && over ? d_.plan.largest_request() : known;
@@ -100,14 +109,17 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream) {
   if (request != 0) {
     make_hole(entry, request, owner, roof);
   }
+  // What the first step has cut, as it asked for one thing after the other, holds no other's
+  // blocks.
+  start_anew_ |= told != 0 && !d_.plan.learned();
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
 }
 
 // Between two steps too.
-void TorchStore::weights_stay_below_high() {
+void TorchStore::weights_stay_below_high(Bytes known) {
   refresh();
-  const Bytes request = std::max(OwnRequest::here(), kUnknownRequest);
+  const Bytes request = std::max(known, kUnknownRequest);
   const Bytes growth = cache_.growth_for(request);
   const Bytes roof = roof_of_driver(growth, d_.ceiling());
   if (!fits_under(d_.counters.mapped, growth, roof)) {

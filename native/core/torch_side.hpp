@@ -60,8 +60,9 @@ struct CacheEvent {
 
 struct TorchListener {
   // No free block fits, and a segment will be asked for next. True: something was given back, so
-  // search again. On the thread that allocates, for `stream`; it may hold the GIL or not.
-  bool (*missed)(int device, driver::Stream stream);
+  // search again. On the thread that allocates, for `stream`; it may hold the GIL or not. `bytes`:
+  // what it asks for; 0 where that is not known.
+  bool (*missed)(int device, driver::Stream stream, Bytes bytes);
   void (*event)(const CacheEvent* event);
   // What the cache holds already is told by `known`, between `snapshot` (on every device, in order
   // with its events) and `told`; events meanwhile come after what is known.
@@ -76,7 +77,7 @@ struct TorchListener {
 };
 
 struct TorchSide {
-  static constexpr std::uint32_t kVersion = 3;
+  static constexpr std::uint32_t kVersion = 4;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.

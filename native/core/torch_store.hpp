@@ -43,8 +43,9 @@ class TorchStore final : public Store {
   // After a save: looks whether what a layer has just let go of is ours alone by now.
   void saved(Entry& entry, Record& record, driver::Stream stream, bool fresh);
   // torch's cache found no free block on this thread and will grow next. True: something was given
-  // back. Under torch's mutex; never takes the GIL.
-  bool missed(Entry& entry, driver::Stream stream);
+  // back. `told`: what is asked for, 0 where torch does not tell. Under torch's mutex; never takes
+  // the GIL.
+  bool missed(Entry& entry, driver::Stream stream, Bytes told);
   // Gives up references that only a thread with the GIL may drop. With the GIL, without our lock.
   void drop_orphans();
   // Drops what is due, and tells torch of limits. Without any lock of ours.
@@ -98,7 +99,7 @@ class TorchStore final : public Store {
   Block* adopt_made(const HeldStorage& held);
   Block* make_now(Entry& entry, Bytes bytes, driver::Stream stream, Status* status);
   Block* make_in_room(Entry& entry, Bytes bytes, driver::Stream stream, bool far);
-  void weights_stay_below_high();
+  void weights_stay_below_high(Bytes known);
   void weights_make_way(Bytes bytes);
   // Whose blocks torch hands out to this thread for work on `stream`.
   CacheMap::Owner owner_here(driver::Stream stream) const;
@@ -111,6 +112,7 @@ class TorchStore final : public Store {
   void poll_others(std::size_t most);
   std::optional<Bytes> release_cached();
   // torch_room.cpp
+  Bytes request_of(Bytes told) const;
   void look_at_cache(const CacheMap::Owner& owner, Bytes request = 0, Bytes growing = 0);
   void now_idle(Address address);
   Bytes free_run(std::size_t stretch, bool with) const;

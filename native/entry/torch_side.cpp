@@ -16,7 +16,7 @@ using core::TorchSide;
 
 // Called by torch under its mutex, on any thread: no exception leaves, and no GIL is taken.
 
-bool missed(int device, driver::Stream stream) noexcept {
+bool missed(int device, driver::Stream stream, core::Bytes bytes) noexcept {
   Registry& registry = Registry::get();
   core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
   const TorchSide* side = registry.torch_side();
@@ -24,7 +24,7 @@ bool missed(int device, driver::Stream stream) noexcept {
     return false;
   }
   try {
-    return runtime->missed(stream);
+    return runtime->missed(stream, bytes);
   } catch (const std::exception&) {
     return false;
   }

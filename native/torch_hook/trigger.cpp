@@ -16,6 +16,7 @@
 
 #include "core/torch_side.hpp"
 #include "torch_hook/over_storage.hpp"
+#include "torch_hook/requests.hpp"
 #include "torch_hook/serving.hpp"
 
 namespace {
@@ -249,6 +250,7 @@ const char* listen(const TorchListener* listener) {
     t_snapshotting = true;
     const auto snapshot = caching::get()->snapshot({0, 0}, false);
     t_snapshotting = false;
+    serving::tell_requests();
     for (int device = 0; device < c10::cuda::device_count(); ++device) {
       tell_known(device, snapshot);
       g_listener.told(device);
@@ -274,7 +276,8 @@ class StagehandTrigger final : public FreeMemoryCallback {
     try {
       const c10::DeviceIndex device = c10::cuda::current_device();
       const auto stream = t_making ? t_stream : c10::cuda::getCurrentCUDAStream(device).stream();
-      return !blocked() && !capturing() && g_listener.missed(device, stream);
+      return !blocked() && !capturing() &&
+             g_listener.missed(device, stream, stagehand::torch_hook::t_request);
     } catch (...) {
       return false;
     }

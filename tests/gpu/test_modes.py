@@ -67,6 +67,20 @@ def test_where_nothing_is_installed_a_pool_is_native_and_trains_right(torch_book
     assert pool.stats().misses > 0
 
 
+def test_no_request_of_a_first_step_goes_over_high_however_large(torch_books: None) -> None:
+    def with_a_large_one(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        torch.empty(ROOM // 2, dtype=torch.uint8, device="cuda")  # five times `high - low`
+        return loss
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native")
+    assert one_step(model, x, pool, with_a_large_one) == expected
+    assert pool.stats().evicted_bytes > 0
+    assert pool.stats().overshoot_bytes == 0
+
+
 def test_native_and_mempool_pools_take_turns(torch_books: None) -> None:
     model, x = mlp(), rows()
     expected = one_step(model, x)

@@ -92,7 +92,8 @@ struct Done {
 template <typename Side>
 class FirstSteps {
  public:
-  explicit FirstSteps(const std::string& name) : events_(read_trace(name)) {
+  explicit FirstSteps(const std::string& name) : FirstSteps(read_trace(name)) {}
+  explicit FirstSteps(std::vector<Event> events) : events_(std::move(events)) {
     CHECK(!events_.empty());
     pinner_.work_for(*side_.rig.runtime);
     for (Bytes at = 0; at < 2_GiB; at += 32_MiB) {
@@ -107,6 +108,9 @@ class FirstSteps {
     }
     pinner_.finish();
   }
+
+  // What the next steps do, from here on.
+  void follow(std::vector<Event> events) { events_ = std::move(events); }
 
   // Nothing is short: how much is needed at once, and what a step takes.
   void measure() {
@@ -195,6 +199,9 @@ class FirstSteps {
         side_.drop_alias(aliases_.at(event.a));
         aliases_.erase(event.a);
         break;
+      case 'w':
+        CHECK_EQ(sim::table().stream_synchronize(stream_), driver::kSuccess);
+        break;
       default:
         CHECK(false);
     }
@@ -209,7 +216,7 @@ class FirstSteps {
 
   HandPinner pinner_;
   Side side_;
-  const std::vector<Event> events_;
+  std::vector<Event> events_;
   driver::Stream stream_ = side_.rig.stream();
   TraceStreams streams_{stream_};
   std::vector<typename Side::Tensor> weights_;

@@ -141,7 +141,7 @@ bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address
   auto found = best_fit(size, stream, t_pool);
   if (found == chunks_.end() && triggers_ && !quiet && !blocked) {
     ++misses_;
-    if (runtime_.missed(stream)) {
+    if (runtime_.missed(stream, tells ? bytes : 0)) {
       found = best_fit(size, stream, t_pool);
     }
   }

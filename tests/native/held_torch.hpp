@@ -52,6 +52,7 @@ class FakeTorch {
   // What torch has cached on other devices goes back first, in the same call.
   std::function<void()> release_others = [] {};
   bool expandable = false;            // from the first request on
+  bool tells = true;                  // how much a request asks for
   std::atomic<bool> blocked{false};   // as torch is while it records a history
   std::atomic<double> fraction{1.0};  // what the engine has set; nothing here keeps to it
   // From here on this thread allocates from that pool. Segments of those named by `use_segments`

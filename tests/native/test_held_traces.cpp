@@ -4,8 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "native/first_steps.hpp"
 #include "native/heap_replay.hpp"
 #include "native/held_replay.hpp"
+#include "native/varying_steps.hpp"
 
 namespace stagehand::core::test {
 namespace {
@@ -63,16 +65,25 @@ class Training {
 // 40 % of its activation memory, with requests of a fifth of that and 730 MiB live between them:
 // near what torch's cache can be held to. Decision 11 says how often steps still go over at other
 // budgets there.
-TEST("U-Net: blocks that stay break up torch's cache, and no planned step goes over high") {
+void expect_planned_steps_below_high(bool tells) {
   Training training;
+  training.rig().torch.tells = tells;
   const Bytes high = 1856_MiB;
   const Bytes low = high - 450_MiB;
-  CHECK(training.step(high, low) > 0);  // it learns: nobody knows the requests' sizes
+  CHECK_EQ(training.step(high, low) == 0, tells);  // it learns the requests' sizes else
   for (int i = 0; i < 12; ++i) {
     CHECK_EQ(training.step(high, low), 0);
     CHECK_EQ(training.rig().runtime->plan_state(), PlanState::following);
   }
   training.end();
+}
+
+TEST("U-Net: blocks that stay break up torch's cache, and no planned step goes over high") {
+  expect_planned_steps_below_high(true);
+}
+
+TEST("U-Net: likewise where torch does not tell how much a request asks for") {
+  expect_planned_steps_below_high(false);
 }
 
 // Expandable segments -----------------------------------------------------------------------------
@@ -136,6 +147,40 @@ TEST("U-Net: a learned native step maps nothing") {
 // every stream or of none.
 TEST("FSDP2: each stream has the pages it had at most, and a learned native step maps nothing") {
   expect_nothing_mapped("fsdp2.txt", {0.92, 0.88, 0.87, 0.85, 0.8, 0.75, 0.6, 0.5}, 4);
+}
+
+// First steps
+// --------------------------------------------------------------------------------------
+
+// The same for sizes that change from step to step.
+TEST("told for what, no step goes over high: the first one of a training neither") {
+  for (const char* trace : {"gpt_8k.txt", "llama.txt", "vit.txt", "fsdp2.txt", "pipeline.txt"}) {
+    for (const double share : {0.75, 0.5}) {
+      FirstSteps<HeldSide> training(trace);
+      training.measure();
+      FirstSteps<HeldSide> fresh(trace);
+      const auto activations = static_cast<double>(training.peak() - training.start());
+      const Bytes high = training.start() + static_cast<Bytes>(share * activations);
+      fresh.set(high, high - static_cast<Bytes>(activations / 10));
+      for (int i = 0; i < 4; ++i) {
+        CHECK_EQ(fresh.step().over, 0);
+      }
+    }
+  }
+}
+
+TEST("told for what, steps of experts whose sizes always differ keep to high and map nothing") {
+  FirstSteps<HeldSide> training(experts_step(0, 0.3));
+  training.measure();
+  const Bytes activations = training.peak() - training.start();
+  const Bytes high = training.start() + activations * 3 / 4;
+  training.set(high, high - activations / 10);
+  for (std::uint64_t i = 1; i < 24; ++i) {
+    training.follow(experts_step(i, 0.3, true));
+    const std::uint64_t calls = mapping_calls();
+    CHECK_EQ(training.step().over, 0);
+    CHECK(i < 12 || mapping_calls() == calls);
+  }
 }
 
 // Small blocks ------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ TEST("a save that the host has no memory for leaves the storage with whoever sav
     if (!broken.empty()) {
       return;  // what comes after would be of a storage that is gone
     }
-    rig.runtime->missed(s);
+    rig.runtime->missed(s, 0);
     // It may be saved again, and comes back whole.
     const SavedTensor again = rig.save(tensor);
     rig.drop(tensor);

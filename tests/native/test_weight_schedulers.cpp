@@ -37,15 +37,19 @@ double took(Replay& replay) {
 
 template <class Tensors>
 double took(const LoraModel& model, Bytes high) {
-  LoraReplay<Tensors> replay(model, high, lora_machine(on_one_link));
-  return took(replay);
+  return median_beside<Tensors>(high, [&](Bytes at) {
+    LoraReplay<Tensors> replay(model, at, lora_machine(on_one_link));
+    return took(replay);
+  });
 }
 
 template <class Tensors>
 double took(const Schedule& schedule, Bytes high) {
-  LoraReplay<Tensors, ScheduledWeights<Tensors>> replay(schedule.model, high,
-                                                        lora_machine(on_one_link), schedule.stays);
-  return took(replay);
+  return median_beside<Tensors>(high, [&](Bytes at) {
+    LoraReplay<Tensors, ScheduledWeights<Tensors>> replay(
+        schedule.model, at, lora_machine(on_one_link), schedule.stays);
+    return took(replay);
+  });
 }
 
 // Blocks that stay, and copies ahead.

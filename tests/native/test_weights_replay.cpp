@@ -1,7 +1,9 @@
 // What streaming weights beside activations costs, in virtual time, against the step as recorded.
 // All copies one way share one link.
 #include <algorithm>
+#include <map>
 #include <string>
+#include <vector>
 
 #include "native/lora_replay.hpp"
 
@@ -14,28 +16,34 @@ constexpr Bytes kGB = 1'000'000'000;
 constexpr char kLong[] = "lora_8k.txt";   // tokens: what is saved is most of it
 constexpr char kShort[] = "lora_1k.txt";  // the link bounds it
 
+template <class T>
+T median(std::vector<T> all) {
+  std::nth_element(all.begin(), all.begin() + all.size() / 2, all.end());
+  return all[all.size() / 2];
+}
+
 template <class Tensors, class BlockWeights = EngineWeights<Tensors>>
 void holds_to(const LoraModel& model, Bytes high, double of_plain, double gb, double more_ms = 0) {
-  LoraReplay<Tensors, BlockWeights> replay(model, high, lora_machine(on_one_link));
-  std::vector<double> ms;
-  std::vector<Bytes> in;
-  for (int i = 0; i < kSteps; ++i) {
-    const LoraStep step = replay.step();
-    if (i >= kSettled) {
-      CHECK_EQ(step.over, 0);
-      ms.push_back(step.ms);
-      in.push_back(step.in);
+  std::map<Bytes, double> came;
+  const double took = median_beside<Tensors>(high, [&](Bytes at) {
+    LoraReplay<Tensors, BlockWeights> replay(model, at, lora_machine(on_one_link));
+    std::vector<double> ms;
+    std::vector<Bytes> in;
+    for (int i = 0; i < kSteps; ++i) {
+      const LoraStep step = replay.step();
+      if (i >= kSettled) {
+        CHECK_EQ(step.over, 0);
+        ms.push_back(step.ms);
+        in.push_back(step.in);
+      }
     }
-  }
-  const auto median = [](auto all) {
-    std::nth_element(all.begin(), all.begin() + all.size() / 2, all.end());
-    return static_cast<double>(all[all.size() / 2]);
-  };
-  const double took = median(ms) / (replay.plain_ms() + more_ms);
-  const double came = median(in) / kGB;
-  if (took > of_plain || came > gb) {
+    came[at] = static_cast<double>(median(in)) / kGB;
+    return median(ms) / (replay.plain_ms() + more_ms);
+  });
+  const double in = median_beside<Tensors>(high, [&](Bytes at) { return came.at(at); });
+  if (took > of_plain || in > gb) {
     CHECK_EQ(std::to_string(high / kGB) + " GB: " + std::to_string(took) + " of plain, " +
-                 std::to_string(came) + " GB came",
+                 std::to_string(in) + " GB came",
              "");
   }
 }
@@ -56,8 +64,8 @@ TEST("long sequences on the process allocator: what streams hides behind the ste
 
 TEST("long sequences in torch's cache: likewise, but holes cost some") {
   holds_to<HeldTensors>(equal_blocks(kLong), 12 * kGB, 1.04, 6.0);
-  holds_to<HeldTensors>(equal_blocks(kLong), 10 * kGB, 1.19, 7.5);
-  holds_to<HeldTensors>(equal_blocks(kLong), 8 * kGB, 1.39, 10.7);
+  holds_to<HeldTensors>(equal_blocks(kLong), 10 * kGB, 1.19, 7.6);
+  holds_to<HeldTensors>(equal_blocks(kLong), 8 * kGB, 1.58, 11.1);
 }
 
 // Each block's backward asks for 676 MB, which is more than any block that comes and goes.
@@ -68,9 +76,9 @@ TEST("deterministic attention on the process allocator: what streams hides behin
 }
 
 TEST("deterministic attention in torch's cache: nothing comes ahead into its only hole") {
-  holds_to<HeldTensors>(deterministic_blocks(kLong), 12 * kGB, 1.02, 6.4);
+  holds_to<HeldTensors>(deterministic_blocks(kLong), 12 * kGB, 1.02, 6.7);
   holds_to<HeldTensors>(deterministic_blocks(kLong), 10 * kGB, 1.13, 10.0);
-  holds_to<HeldTensors>(deterministic_blocks(kLong), 8 * kGB, 1.24, 11.2);
+  holds_to<HeldTensors>(deterministic_blocks(kLong), 8 * kGB, 1.25, 11.2);
 }
 
 // Steps 20 to 59, and not their median: what came ahead of need, and had to leave again once a
@@ -79,13 +87,15 @@ template <class Tensors>
 double mean_of_settled(const LoraModel& model, Bytes high) {
   constexpr int kFirst = 20;
   constexpr int kLast = 60;
-  LoraReplay<Tensors> replay(model, high, lora_machine(on_one_link));
-  double ms = 0;
-  for (int i = 0; i < kLast; ++i) {
-    const LoraStep step = replay.step();
-    ms += i >= kFirst ? step.ms : 0;
-  }
-  return ms / (kLast - kFirst) / replay.plain_ms();
+  return median_beside<Tensors>(high, [&](Bytes at) {
+    LoraReplay<Tensors> replay(model, at, lora_machine(on_one_link));
+    double ms = 0;
+    for (int i = 0; i < kLast; ++i) {
+      const LoraStep step = replay.step();
+      ms += i >= kFirst ? step.ms : 0;
+    }
+    return ms / (kLast - kFirst) / replay.plain_ms();
+  });
 }
 
 TEST("room that prefetch has learned to leave is not given up again every other step") {
@@ -93,7 +103,7 @@ TEST("room that prefetch has learned to leave is not given up again every other 
     CHECK(mean_of_settled<HeapTensors>(deterministic_blocks(kLong), high) < 1.025);
   }
   CHECK(mean_of_settled<HeldTensors>(deterministic_blocks(kLong), 11 * kGB) < 1.025);
-  CHECK(mean_of_settled<HeldTensors>(equal_blocks(kLong), 12 * kGB) < 1.025);
+  CHECK(mean_of_settled<HeldTensors>(equal_blocks(kLong), 12 * kGB) < 1.03);
 }
 
 // Nothing is known yet of the 676 MB that each block's backward asks for in one piece.
@@ -140,10 +150,10 @@ TEST("all trained on the process allocator: state leaves in forward, and is back
 }
 
 TEST("all trained in torch's cache: what finds no hole comes where the optimizer's step has been") {
-  holds_trained_to<HeldTensors>(26 * kGB, 1.06, 4.9);
-  holds_trained_to<HeldTensors>(24 * kGB, 1.34, 8.3);
-  holds_trained_to<HeldTensors>(22 * kGB, 1.55, 10.7);
-  holds_trained_to<HeldTensors>(20 * kGB, 1.69, 9.9);
+  holds_trained_to<HeldTensors>(26 * kGB, 1.17, 5.7);
+  holds_trained_to<HeldTensors>(24 * kGB, 1.35, 8.3);
+  holds_trained_to<HeldTensors>(22 * kGB, 1.70, 14.6);
+  holds_trained_to<HeldTensors>(20 * kGB, 1.69, 13.8);
 }
 
 // At 20 GiB 23 of 48 blocks must come in each direction, and the link is all that they wait for.
@@ -178,8 +188,7 @@ double settled(const char* trace, Bytes high, Recomputes what) {
       ms.push_back(step.ms);
     }
   }
-  std::nth_element(ms.begin(), ms.begin() + ms.size() / 2, ms.end());
-  return ms[ms.size() / 2] / replay.plain_ms();
+  return median(ms) / replay.plain_ms();
 }
 
 TEST("regions of two blocks, whose weights come again for a re-run: never slower than moving") {

@@ -1,0 +1,180 @@
+// How much each request asks for. For trigger.cpp.
+//
+// torch calls a FreeMemoryCallback without a size. So its allocator is put behind another that
+// notes the size and hands all on: what torch's own
+// `torch.cuda.memory.change_current_allocator` replaces, c10's `allocator`, is replaced here too.
+// Blocks, deleters and all that is known of them stay those of torch's allocator. Who kept a
+// pointer to that one goes on as before, without a size.
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <torch/headeronly/version.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+// Of these every virtual function was handed on: what a later one adds would end here.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 13
+#define STAGEHAND_TELLS_REQUESTS 1
+#else
+#define STAGEHAND_TELLS_REQUESTS 0
+#endif
+
+namespace stagehand::torch_hook {
+
+inline thread_local std::size_t t_request = 0;  // bytes that this thread asks torch for; 0: unknown
+
+#if STAGEHAND_TELLS_REQUESTS
+
+namespace caching = c10::cuda::CUDACachingAllocator;
+
+class Request {
+ public:
+  explicit Request(std::size_t bytes) : before_(std::exchange(t_request, bytes)) {}
+  ~Request() { t_request = before_; }
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
+
+ private:
+  std::size_t before_;
+};
+
+#define STAGEHAND_HAND_ON(result, name, parameters, arguments) \
+  result name parameters override { return torchs_.name arguments; }
+
+class TellingAllocator final : public caching::CUDAAllocator {
+  using Device = c10::DeviceIndex;
+  using Pool = c10::MempoolId_t;
+
+ public:
+  explicit TellingAllocator(caching::CUDAAllocator& torchs) : torchs_(torchs) {}
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const Request request(bytes);
+    return torchs_.allocate(bytes);
+  }
+  void* raw_alloc(std::size_t bytes) override {
+    const Request request(bytes);
+    return torchs_.raw_alloc(bytes);
+  }
+  void* raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) override {
+    const Request request(bytes);
+    return torchs_.raw_alloc_with_stream(bytes, stream);
+  }
+
+  // c10::Allocator
+  bool is_simple_data_ptr(const c10::DataPtr& memory) const override {
+    return torchs_.is_simple_data_ptr(memory);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return torchs_.raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    torchs_.copy_data(to, from, bytes);
+  }
+
+  // c10::DeviceAllocator
+  STAGEHAND_HAND_ON(bool, initialized, (), ())
+  STAGEHAND_HAND_ON(void, emptyCache, (Pool pool), (pool))
+  STAGEHAND_HAND_ON(void, recordStream, (const c10::DataPtr& memory, c10::Stream stream),
+                    (memory, stream))
+  STAGEHAND_HAND_ON(c10::CachingDeviceAllocator::DeviceStats, getDeviceStats, (Device device),
+                    (device))
+  STAGEHAND_HAND_ON(void, resetAccumulatedStats, (Device device), (device))
+  STAGEHAND_HAND_ON(void, resetPeakStats, (Device device), (device))
+  using Memory = std::pair<std::size_t, std::size_t>;
+  STAGEHAND_HAND_ON(Memory, getMemoryInfo, (Device device), (device))
+
+  // c10::cuda::CUDACachingAllocator::CUDAAllocator
+  STAGEHAND_HAND_ON(void, raw_delete, (void* address), (address))
+  STAGEHAND_HAND_ON(void, init, (int devices), (devices))
+  STAGEHAND_HAND_ON(double, getMemoryFraction, (Device device), (device))
+  STAGEHAND_HAND_ON(void, setMemoryFraction, (double share, Device device), (share, device))
+  STAGEHAND_HAND_ON(std::vector<caching::StreamSegmentSize>, getExpandableSegmentSizes,
+                    (Device device), (device))
+  STAGEHAND_HAND_ON(void, enable, (bool on), (on))
+  bool isEnabled() const override { return torchs_.isEnabled(); }
+  STAGEHAND_HAND_ON(void, cacheInfo, (Device device, std::size_t* largest), (device, largest))
+  STAGEHAND_HAND_ON(void*, getBaseAllocation, (void* address, std::size_t* bytes), (address, bytes))
+  STAGEHAND_HAND_ON(void, recordStream, (const c10::DataPtr& memory, c10::cuda::CUDAStream stream),
+                    (memory, stream))
+  STAGEHAND_HAND_ON(caching::SnapshotInfo, snapshot, (Pool pool, bool traces), (pool, traces))
+  STAGEHAND_HAND_ON(void, beginAllocateToPool,
+                    (Device device, Pool pool, std::function<bool(cudaStream_t)> filter),
+                    (device, pool, std::move(filter)))
+  STAGEHAND_HAND_ON(void, endAllocateToPool, (Device device, Pool pool), (device, pool))
+  STAGEHAND_HAND_ON(void, releasePool, (Device device, Pool pool), (device, pool))
+  STAGEHAND_HAND_ON(int, getPoolUseCount, (Device device, Pool pool), (device, pool))
+  STAGEHAND_HAND_ON(void, createOrIncrefPool,
+                    (Device device, Pool pool, std::shared_ptr<caching::CUDAAllocator> allocator),
+                    (device, pool, std::move(allocator)))
+  STAGEHAND_HAND_ON(void, setUseOnOOM, (Device device, Pool pool, bool on), (device, pool, on))
+  STAGEHAND_HAND_ON(void, setNoSplit, (Device device, Pool pool), (device, pool))
+  STAGEHAND_HAND_ON(bool, checkPoolLiveAllocations,
+                    (Device device, Pool pool, const std::unordered_set<void*>& expected),
+                    (device, pool, expected))
+  STAGEHAND_HAND_ON(caching::ShareableHandle, shareIpcHandle, (void* address), (address))
+  STAGEHAND_HAND_ON(std::shared_ptr<void>, getIpcDevPtr, (std::string handle), (std::move(handle)))
+  STAGEHAND_HAND_ON(bool, isHistoryEnabled, (), ())
+  STAGEHAND_HAND_ON(void, recordHistory,
+                    (bool on, caching::CreateContextFn recorder, std::size_t entries,
+                     caching::RecordContext when, bool clear, const std::vector<std::string>& skip),
+                    (on, recorder, entries, when, clear, skip))
+  using Annotation = std::vector<std::pair<std::string, std::string>>;
+  STAGEHAND_HAND_ON(void, recordAnnotation, (const Annotation& said), (said))
+  STAGEHAND_HAND_ON(void, pushCompileContext, (std::string & said), (said))
+  STAGEHAND_HAND_ON(void, popCompileContext, (), ())
+  STAGEHAND_HAND_ON(void, setUserMetadata, (const std::string& said), (said))
+  STAGEHAND_HAND_ON(std::string, getUserMetadata, (), ())
+  STAGEHAND_HAND_ON(void, attachOutOfMemoryObserver, (caching::OutOfMemoryObserver observer),
+                    (std::move(observer)))
+  STAGEHAND_HAND_ON(void, attachAllocatorTraceTracker, (caching::AllocatorTraceTracker tracker),
+                    (std::move(tracker)))
+  STAGEHAND_HAND_ON(void, enablePeerAccess, (Device device, Device peer), (device, peer))
+  STAGEHAND_HAND_ON(cudaError_t, memcpyAsync,
+                    (void* to, int to_device, const void* from, int from_device, std::size_t bytes,
+                     cudaStream_t stream, bool peers),
+                    (to, to_device, from, from_device, bytes, stream, peers))
+  STAGEHAND_HAND_ON(std::shared_ptr<caching::AllocatorState>, getCheckpointState,
+                    (Device device, Pool pool), (device, pool))
+  STAGEHAND_HAND_ON(caching::CheckpointDelta, setCheckpointPoolState,
+                    (Device device, std::shared_ptr<caching::AllocatorState> state),
+                    (device, std::move(state)))
+  STAGEHAND_HAND_ON(std::string, name, (), ())
+#if TORCH_VERSION_MINOR >= 12
+  STAGEHAND_HAND_ON(std::shared_ptr<c10::GatheredContext>, getContextForPointer,
+                    (const void* address), (address))
+  STAGEHAND_HAND_ON(void, attachOomRejectionObserver, (caching::OomRejectionObserver observer),
+                    (std::move(observer)))
+#endif
+#if TORCH_VERSION_MINOR >= 13
+  STAGEHAND_HAND_ON(void, markCaptureBegin, (Device device), (device))
+  STAGEHAND_HAND_ON(void, markCaptureEnd, (Device device), (device))
+  c10::DataPtr allocateWithAddress(std::size_t bytes, void* address) override {
+    const Request request(bytes);
+    return torchs_.allocateWithAddress(bytes, address);
+  }
+#endif
+
+ private:
+  caching::CUDAAllocator& torchs_;
+};
+
+#undef STAGEHAND_HAND_ON
+
+// For good, once torch's CUDA is initialised: torch refuses to change its allocator from then on.
+// Never deleted: storages keep a pointer to it until the process has ended.
+inline void tell_requests() {
+  caching::CUDAAllocator* torchs = caching::get();
+  caching::allocator.store(new TellingAllocator(*torchs));
+}
+
+#else
+
+inline void tell_requests() {}
+
+#endif
+
+}  // namespace stagehand::torch_hook
