@@ -111,7 +111,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
   }
   // What the first step has cut, as it asked for one thing after the other, holds no other's
   // blocks.
-  start_anew_ |= told != 0 && !d_.plan.learned();
+  start_anew_ |= told != 0 && !d_.plan.learned() && !std::exchange(cut_, true);
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
 }
@@ -123,7 +123,7 @@ void TorchStore::weights_stay_below_high(Bytes known) {
   const Bytes growth = cache_.growth_for(request);
   const Bytes roof = roof_of_driver(growth, d_.ceiling());
   if (!fits_under(d_.counters.mapped, growth, roof)) {
-    weights_make_way(request);
+    weights_make_way(std::min(request, d_.counters.mapped + growth - roof));
   }
 }
 

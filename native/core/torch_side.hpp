@@ -130,6 +130,9 @@ struct TorchSide {
   bool (*in_backward)() = nullptr;
   // Starts the calls of the listener. Once, with torch's CUDA initialised. Null, or what failed.
   const char* (*listen)(const TorchListener* listener) = nullptr;
+  // Requests come without their size from here on: all that `listen` put before torch's allocator
+  // is taken away. Null where nothing was.
+  void (*tell_no_more)() = nullptr;
 };
 
 }  // namespace stagehand::core

@@ -163,6 +163,7 @@ class TorchStore final : public Store {
   Bytes evicted_at_entry_ = 0;      // evicted bytes then
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
+  bool cut_ = false;                // it did so for what a first step had cut: once
   bool anew_ = false;               // as it does now
   bool squeezed_ = false;           // in the step before something had to leave
   bool first_step_ = false;         // a MemPool waits until it is over

@@ -186,6 +186,8 @@ std::string use_torch_side(std::uintptr_t table, int device) {
     without.route = nullptr;
     const bool routes = side->route != nullptr && try_route(*side, device);
     Registry::get().set_torch_side(routes ? side : &without);
+  } else if (side->tell_no_more != nullptr) {
+    side->tell_no_more();
   }
   return wrong;
 }

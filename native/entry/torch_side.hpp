@@ -11,7 +11,7 @@
 namespace stagehand::entry {
 
 // The table of a trigger library: checked, tried on a CUDA tensor, and used from here on. Empty, or
-// why it cannot be used; then nothing has changed but that its events are listened to. Needs
+// why it cannot be used; then nothing is left but that its events are listened to. Needs
 // torch's CUDA initialised, and the GIL. Once per process.
 std::string use_torch_side(std::uintptr_t table, int device);
 // torch through Python instead.

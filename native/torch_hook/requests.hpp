@@ -3,30 +3,37 @@
 // torch calls a FreeMemoryCallback without a size. So its allocator is put behind another that
 // notes the size and hands all on: what torch's own
 // `torch.cuda.memory.change_current_allocator` replaces, c10's `allocator`, is replaced here too.
-// Blocks, deleters and all that is known of them stay those of torch's allocator. Who kept a
-// pointer to that one goes on as before, without a size.
+// Blocks, deleters and all that is known of them stay those of torch's allocator. Who has a pointer
+// to that one from before goes on with it, without a size: a storage that is resized, for one.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/headeronly/version.h>
 
+#include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-// Of these every virtual function was handed on: what a later one adds would end here.
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 13
-#define STAGEHAND_TELLS_REQUESTS 1
-#else
+// 1 for releases of which every virtual function is handed on (stagehand_alloc/_built/trigger.py):
+// what another one adds would end here.
+#ifndef STAGEHAND_TELLS_REQUESTS
 #define STAGEHAND_TELLS_REQUESTS 0
 #endif
 
 namespace stagehand::torch_hook {
 
-inline thread_local std::size_t t_request = 0;  // bytes that this thread asks torch for; 0: unknown
+struct Asked {
+  std::size_t bytes = 0;  // 0: nothing that is known
+  bool names_stream = false;
+  cudaStream_t stream = nullptr;  // what it names; else the thread's current one is meant
+};
+
+inline thread_local Asked t_asked;  // what this thread asks torch for
 
 #if STAGEHAND_TELLS_REQUESTS
 
@@ -34,13 +41,13 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 
 class Request {
  public:
-  explicit Request(std::size_t bytes) : before_(std::exchange(t_request, bytes)) {}
-  ~Request() { t_request = before_; }
+  explicit Request(const Asked& asked) : before_(std::exchange(t_asked, asked)) {}
+  ~Request() { t_asked = before_; }
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
 
  private:
-  std::size_t before_;
+  const Asked before_;
 };
 
 #define STAGEHAND_HAND_ON(result, name, parameters, arguments) \
@@ -54,15 +61,15 @@ class TellingAllocator final : public caching::CUDAAllocator {
   explicit TellingAllocator(caching::CUDAAllocator& torchs) : torchs_(torchs) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    const Request request(bytes);
+    const Request request({.bytes = bytes});
     return torchs_.allocate(bytes);
   }
   void* raw_alloc(std::size_t bytes) override {
-    const Request request(bytes);
+    const Request request({.bytes = bytes});
     return torchs_.raw_alloc(bytes);
   }
   void* raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) override {
-    const Request request(bytes);
+    const Request request({bytes, true, stream});
     return torchs_.raw_alloc_with_stream(bytes, stream);
   }
 
@@ -153,27 +160,52 @@ class TellingAllocator final : public caching::CUDAAllocator {
   STAGEHAND_HAND_ON(void, markCaptureBegin, (Device device), (device))
   STAGEHAND_HAND_ON(void, markCaptureEnd, (Device device), (device))
   c10::DataPtr allocateWithAddress(std::size_t bytes, void* address) override {
-    const Request request(bytes);
+    const Request request({.bytes = bytes});
     return torchs_.allocateWithAddress(bytes, address);
   }
 #endif
 
+#if TORCH_VERSION_MINOR >= 14
+  STAGEHAND_HAND_ON(bool, supportsUserMetadata, (), ())
+  STAGEHAND_HAND_ON(void, annotateMemory, (const void* address, const std::string& said),
+                    (address, said))
+#endif
+
+  // In front of torch's from here on. Not where somebody else's has come there meanwhile.
+  void begin() { swap(&torchs_, this); }
+  void end() { swap(this, &torchs_); }
+
  private:
+  static void swap(caching::CUDAAllocator* from, caching::CUDAAllocator* to) {
+    caching::allocator.compare_exchange_strong(from, to);
+  }
+
   caching::CUDAAllocator& torchs_;
 };
 
 #undef STAGEHAND_HAND_ON
 
-// For good, once torch's CUDA is initialised: torch refuses to change its allocator from then on.
 // Never deleted: storages keep a pointer to it until the process has ended.
+inline std::atomic<TellingAllocator*> g_telling{nullptr};
+
+// Once torch's CUDA is initialised: torch refuses to change its allocator from then on.
 inline void tell_requests() {
-  caching::CUDAAllocator* torchs = caching::get();
-  caching::allocator.store(new TellingAllocator(*torchs));
+  auto* telling = new TellingAllocator(*caching::get());
+  g_telling.store(telling);
+  telling->begin();
+}
+
+// It hands on what storages ask of it even so.
+inline void tell_no_more() {
+  if (TellingAllocator* telling = g_telling.exchange(nullptr); telling != nullptr) {
+    telling->end();
+  }
 }
 
 #else
 
 inline void tell_requests() {}
+inline void tell_no_more() {}
 
 #endif
 

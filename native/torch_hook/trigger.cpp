@@ -250,11 +250,11 @@ const char* listen(const TorchListener* listener) {
     t_snapshotting = true;
     const auto snapshot = caching::get()->snapshot({0, 0}, false);
     t_snapshotting = false;
-    serving::tell_requests();
     for (int device = 0; device < c10::cuda::device_count(); ++device) {
       tell_known(device, snapshot);
       g_listener.told(device);
     }
+    serving::tell_requests();
     g_listening.store(true, std::memory_order_release);
   } catch (const std::exception&) {
     t_snapshotting = false;
@@ -275,9 +275,11 @@ class StagehandTrigger final : public FreeMemoryCallback {
     }
     try {
       const c10::DeviceIndex device = c10::cuda::current_device();
-      const auto stream = t_making ? t_stream : c10::cuda::getCurrentCUDAStream(device).stream();
-      return !blocked() && !capturing() &&
-             g_listener.missed(device, stream, stagehand::torch_hook::t_request);
+      const auto& asked = serving::t_asked;
+      const auto stream = t_making             ? t_stream
+                          : asked.names_stream ? asked.stream
+                                               : c10::cuda::getCurrentCUDAStream(device).stream();
+      return !blocked() && !capturing() && g_listener.missed(device, stream, asked.bytes);
     } catch (...) {
       return false;
     }
@@ -305,6 +307,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.fraction = &fraction;
     made.set_fraction = &set_fraction;
     made.listen = &listen;
+    made.tell_no_more = &serving::tell_no_more;
     made.route = &serving::route;
     made.leave_route = &serving::leave_route;
     made.end_route = &serving::end_route;

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Library:
     seconds: int  # about how long it takes
     cuda: bool = False  # needs CUDA's headers
     python: bool = False  # needs Python's
+    defines: Callable[[str], tuple[str, ...]] = lambda version: ()  # by torch's version
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def _command(
     return (
         *(compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-D{define}" for define in library.defines(torch.__version__)),
         *("-I", str(root)),
         *(text for folder in headers for text in ("-isystem", str(folder))),
         str(source),

@@ -6,6 +6,7 @@ or unpack instead; nothing here raises.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,16 @@ State = Literal[
     "loaded", "forbidden", "no compiler", "build failed", "self-test failed", "not needed"
 ]
 
+# Releases whose allocator's every function is handed on (torch_hook/requests.hpp). Not previews of
+# them: one may lack functions that its release has.
+_TELLS = re.compile(r"2\.1[1-4]\.\d+(\+.*)?")
+
+
+def tells_requests(version: str) -> tuple[str, ...]:
+    """What makes this torch tell how much a request asks for; empty where it is not known to us."""
+    return ("STAGEHAND_TELLS_REQUESTS=1",) if _TELLS.fullmatch(version) else ()
+
+
 LIBRARY = _recipe.Library(
     name="trigger",
     words="trigger library",
@@ -30,6 +41,7 @@ LIBRARY = _recipe.Library(
     seconds=30,
     cuda=True,
     python=True,
+    defines=tells_requests,
 )
 _FORBIDDEN_BY_CONFIG = "build_trigger is False"
 _REPORT = "Update stagehand_alloc, or report it with the versions of torch and of stagehand_alloc."

@@ -190,7 +190,7 @@ TEST("what a miss drops is referred to by nobody else: it has no GIL") {
   stagehand_sim_capture(s, 0);
   rig.driver.thread_exchange_capture_mode(&mode);
   g_in_miss = true;
-  rig.runtime->missed(s, 0);  // any thread, under torch's mutex
+  rig.runtime->missed(s, 4_MiB);  // any thread, under torch's mutex
   g_in_miss = false;
   CHECK_EQ(g_shared_drops.load(), 0);
   rig.runtime->drop_orphans();  // here is the GIL
