@@ -382,8 +382,8 @@ bool TorchStore::outgrown(const MemPoolSegments::Pool& pool, Bytes high) {
          usage.free > usage.reserved / 2;
 }
 
-// No plan has room for what the first step asks for, and what it cuts, or goes over `high` by, would
-// stay in a MemPool: the default pool serves it. What that has left free goes back then.
+// No plan has room for what the first step asks for, and what it cuts, or goes over `high` by,
+// would stay in a MemPool: the default pool serves it. What that has left free goes back then.
 bool TorchStore::may_serve(Entry& entry) {
   if (held_.side().route == nullptr) {
     return true;  // torch was told by Python
