@@ -8,8 +8,13 @@
 
 // What torch's CUDA libraries have, of what its headers name.
 namespace c10::cuda {
+#if TORCH_VERSION_MINOR >= 14
+CUDAErrorLogCapture::CUDAErrorLogCapture() noexcept = default;
+void c10_cuda_check_implementation(const int32_t, const char*, const char*, const uint32_t, bool,
+                                   CUDAErrorLogCapture*) {}
+#else
 void c10_cuda_check_implementation(const int32_t, const char*, const char*, const uint32_t, bool) {}
-std::ostream& operator<<(std::ostream& stream, const CUDAStream&) { return stream; }
+#endif
 namespace CUDACachingAllocator {
 std::atomic<CUDAAllocator*> allocator;
 }
