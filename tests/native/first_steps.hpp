@@ -232,4 +232,16 @@ class FirstSteps {
   std::map<std::uint64_t, typename Side::Alias> aliases_;
 };
 
+// What is in use before a step, and at most in one that nothing is short in.
+struct Use {
+  Bytes start;
+  Bytes peak;
+};
+template <typename Side>
+Use measured(const std::string& trace) {
+  FirstSteps<Side> plain(trace);
+  plain.measure();
+  return {plain.start(), plain.peak()};
+}
+
 }  // namespace stagehand::core::test

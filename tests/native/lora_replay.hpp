@@ -32,15 +32,45 @@ struct LoraStep {
 // by up to a tenth, in AdamW's steps by half, what all later ones take. One budget tells little
 // then: the median of five side by side is what holds.
 template <class Tensors>
-double median_beside(Bytes high, const std::function<double(Bytes)>& measure) {
+std::vector<Bytes> budgets_beside(Bytes high) {
   constexpr Bytes kApart = 100'000'000;
-  constexpr Bytes kAround = Tensors::kMoves ? 0 : 2 * kApart;
+  if (Tensors::kMoves) {
+    return {high};
+  }
+  return {high - 2 * kApart, high - kApart, high, high + kApart, high + 2 * kApart};
+}
+
+template <class Tensors>
+double median_beside(Bytes high, const std::function<double(Bytes)>& measure) {
   std::vector<double> found;
-  for (Bytes at = high - kAround; at <= high + kAround; at += kApart) {
+  for (const Bytes at : budgets_beside<Tensors>(high)) {
     found.push_back(measure(at));
   }
-  std::nth_element(found.begin(), found.begin() + found.size() / 2, found.end());
-  return found[found.size() / 2];
+  return median(found);
+}
+
+// So many steps after the first ones; none goes over `high`.
+template <class Replay>
+std::vector<LoraStep> settled_steps(Replay& replay, int first, int count) {
+  for (int i = 0; i < first; ++i) {
+    replay.step();
+  }
+  std::vector<LoraStep> steps;
+  for (int i = 0; i < count; ++i) {
+    steps.push_back(replay.step());
+    CHECK_EQ(steps.back().over, 0);
+  }
+  return steps;
+}
+
+// What the middle one of them took, of plain.
+template <class Replay>
+double settled_of_plain(Replay& replay, const std::vector<LoraStep>& steps, double more_ms = 0) {
+  std::vector<double> ms;
+  for (const LoraStep& step : steps) {
+    ms.push_back(step.ms);
+  }
+  return median(ms) / (replay.plain_ms() + more_ms);
 }
 
 // What can be made again beside being moved.

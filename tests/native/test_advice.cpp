@@ -1,6 +1,5 @@
 // What a run without pressure says of smaller budgets, beside what the engine does inside them: on
 // recorded steps (trace.hpp), in virtual time.
-#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -18,11 +17,6 @@ constexpr int kSteps = 12;
 constexpr double kBytes = 0.05;
 constexpr double kTime = 0.10;
 constexpr double kDeep = 2.5;  // times a step without a budget
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 bool near(double told, double seen, double apart) { return std::abs(told - seen) <= apart * seen; }
 

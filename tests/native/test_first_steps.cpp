@@ -16,18 +16,6 @@ struct Bar {
   double cold;
 };
 
-// What is in use before a step, and at most in one that nothing is short in.
-struct Use {
-  Bytes start;
-  Bytes peak;
-};
-template <typename Side>
-Use measured(const std::string& trace) {
-  FirstSteps<Side> plain(trace);
-  plain.measure();
-  return {plain.start(), plain.peak()};
-}
-
 template <typename Side>
 void expect_at_most(const std::string& trace, const std::vector<Bar>& bars) {
   const auto [start, peak] = measured<Side>(trace);

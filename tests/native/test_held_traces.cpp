@@ -149,27 +149,25 @@ TEST("FSDP2: each stream has the pages it had at most, and a learned native step
   expect_nothing_mapped("fsdp2.txt", {0.92, 0.88, 0.87, 0.85, 0.8, 0.75, 0.6, 0.5}, 4);
 }
 
-// First steps
-// --------------------------------------------------------------------------------------
+// First steps -------------------------------------------------------------------------------------
 
-// The same for sizes that change from step to step.
 TEST("told for what, no step goes over high: the first one of a training neither") {
   for (const char* trace :
        {"gpt_8k.txt", "llama.txt", "vit.txt", "fsdp2.txt", "pipeline.txt", "unet.txt"}) {
+    const auto [start, peak] = measured<HeldSide>(trace);
+    const auto activations = static_cast<double>(peak - start);
     for (const double share : {0.75, 0.5}) {
       FirstSteps<HeldSide> training(trace);
-      training.measure();
-      FirstSteps<HeldSide> fresh(trace);
-      const auto activations = static_cast<double>(training.peak() - training.start());
-      const Bytes high = training.start() + static_cast<Bytes>(share * activations);
-      fresh.set(high, high - static_cast<Bytes>(activations / 10));
+      const Bytes high = start + static_cast<Bytes>(share * activations);
+      training.set(high, high - static_cast<Bytes>(activations / 10));
       for (int i = 0; i < 4; ++i) {
-        CHECK_EQ(fresh.step().over, 0);
+        CHECK_EQ(training.step().over, 0);
       }
     }
   }
 }
 
+// Whose sizes change from step to step.
 TEST("told for what, steps of experts keep to high, and from the twelfth on they map nothing") {
   FirstSteps<HeldSide> training(experts_step(0, 0.3));
   training.measure();

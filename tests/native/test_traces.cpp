@@ -1,5 +1,4 @@
 // Recorded training steps (trace.hpp), replayed: how much leaves, and what it costs.
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -21,11 +20,6 @@ struct Bar {
   double ns_percent;        // of a step without a budget
   std::uint64_t lates = 0;  // in any step
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 void expect_at_most(const std::string& trace, const std::vector<Bar>& bars) {
   Replay replay(trace);

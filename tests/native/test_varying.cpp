@@ -18,11 +18,6 @@ Machine large_machine() {
   return with;
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 struct Bar {
   double jitter;           // of an expert's tokens, from step to step
   bool idle;               // now and then an expert has none

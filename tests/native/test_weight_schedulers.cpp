@@ -23,16 +23,7 @@ constexpr char kShort[] = "lora_1k.txt";
 // The median step's time, of plain.
 template <class Replay>
 double took(Replay& replay) {
-  std::vector<double> ms;
-  for (int i = 0; i < kSteps; ++i) {
-    const LoraStep step = replay.step();
-    if (i >= kSettled) {
-      CHECK_EQ(step.over, 0);
-      ms.push_back(step.ms);
-    }
-  }
-  std::sort(ms.begin(), ms.end());
-  return ms[ms.size() / 2] / replay.plain_ms();
+  return settled_of_plain(replay, settled_steps(replay, kSettled, kSteps - kSettled));
 }
 
 template <class Tensors>

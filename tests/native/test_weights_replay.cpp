@@ -1,7 +1,5 @@
 // What streaming weights beside activations costs, in virtual time, against the step as recorded.
 // All copies one way share one link.
-#include <algorithm>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -16,34 +14,23 @@ constexpr Bytes kGB = 1'000'000'000;
 constexpr char kLong[] = "lora_8k.txt";   // tokens: what is saved is most of it
 constexpr char kShort[] = "lora_1k.txt";  // the link bounds it
 
-template <class T>
-T median(std::vector<T> all) {
-  std::nth_element(all.begin(), all.begin() + all.size() / 2, all.end());
-  return all[all.size() / 2];
-}
-
 template <class Tensors, class BlockWeights = EngineWeights<Tensors>>
 void holds_to(const LoraModel& model, Bytes high, double of_plain, double gb, double more_ms = 0) {
-  std::map<Bytes, double> came;
-  const double took = median_beside<Tensors>(high, [&](Bytes at) {
+  std::vector<double> took;
+  std::vector<double> came;
+  for (const Bytes at : budgets_beside<Tensors>(high)) {
     LoraReplay<Tensors, BlockWeights> replay(model, at, lora_machine(on_one_link));
-    std::vector<double> ms;
+    const std::vector<LoraStep> steps = settled_steps(replay, kSettled, kSteps - kSettled);
     std::vector<Bytes> in;
-    for (int i = 0; i < kSteps; ++i) {
-      const LoraStep step = replay.step();
-      if (i >= kSettled) {
-        CHECK_EQ(step.over, 0);
-        ms.push_back(step.ms);
-        in.push_back(step.in);
-      }
+    for (const LoraStep& step : steps) {
+      in.push_back(step.in);
     }
-    came[at] = static_cast<double>(median(in)) / kGB;
-    return median(ms) / (replay.plain_ms() + more_ms);
-  });
-  const double in = median_beside<Tensors>(high, [&](Bytes at) { return came.at(at); });
-  if (took > of_plain || in > gb) {
-    CHECK_EQ(std::to_string(high / kGB) + " GB: " + std::to_string(took) + " of plain, " +
-                 std::to_string(in) + " GB came",
+    took.push_back(settled_of_plain(replay, steps, more_ms));
+    came.push_back(static_cast<double>(median(in)) / kGB);
+  }
+  if (median(took) > of_plain || median(came) > gb) {
+    CHECK_EQ(std::to_string(high / kGB) + " GB: " + std::to_string(median(took)) + " of plain, " +
+                 std::to_string(median(came)) + " GB came",
              "");
   }
 }
@@ -180,15 +167,7 @@ TEST("checkpointed blocks that the link bounds: it is busy throughout, from the 
 double settled(const char* trace, Bytes high, Recomputes what) {
   constexpr int kTried = 30;  // steps, after which the plan is mostly what it stays
   LoraReplay<HeapTensors> replay(equal_blocks(trace), high, lora_machine(on_one_link), what);
-  std::vector<double> ms;
-  for (int i = 0; i < kTried + kSteps / 2; ++i) {
-    const LoraStep step = replay.step();
-    if (i >= kTried) {
-      CHECK_EQ(step.over, 0);
-      ms.push_back(step.ms);
-    }
-  }
-  return median(ms) / replay.plain_ms();
+  return settled_of_plain(replay, settled_steps(replay, kTried, kSteps / 2));
 }
 
 TEST("regions of two blocks, whose weights come again for a re-run: never slower than moving") {

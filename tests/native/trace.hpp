@@ -2,6 +2,7 @@
 // replayed in virtual time: copies and pinning are only charged for.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <sstream>
@@ -13,6 +14,12 @@
 namespace stagehand::core::test {
 
 inline constexpr Bytes kBytesPerS = 54'000'000'000;  // one direction of the H200's link
+
+template <class T>
+T median(std::vector<T> all) {
+  std::nth_element(all.begin(), all.begin() + all.size() / 2, all.end());
+  return all[all.size() / 2];
+}
 
 // A line of a trace: record_trace.py says what it means.
 struct Event {
