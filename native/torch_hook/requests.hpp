@@ -35,10 +35,6 @@ struct Asked {
 
 inline thread_local Asked t_asked;  // what this thread asks torch for
 
-#if STAGEHAND_TELLS_REQUESTS
-
-namespace caching = c10::cuda::CUDACachingAllocator;
-
 class Request {
  public:
   explicit Request(const Asked& asked) : before_(std::exchange(t_asked, asked)) {}
@@ -49,6 +45,10 @@ class Request {
  private:
   const Asked before_;
 };
+
+#if STAGEHAND_TELLS_REQUESTS
+
+namespace caching = c10::cuda::CUDACachingAllocator;
 
 #define STAGEHAND_HAND_ON(result, name, parameters, arguments) \
   result name parameters override { return torchs_.name arguments; }

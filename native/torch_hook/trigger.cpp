@@ -36,8 +36,7 @@ using serving::t_quiet;
 constexpr std::uint64_t kSmallPage = std::uint64_t{2} << 20;  // c10's kSmallBuffer
 
 std::atomic<bool> g_listening{false};
-thread_local bool t_making = false;  // this thread is in `make`, for t_stream
-thread_local cudaStream_t t_stream = nullptr;
+thread_local bool t_making = false;        // this thread is in `make`
 thread_local bool t_snapshotting = false;  // this thread takes the snapshot that `listen` needs
 
 c10::StorageImpl* impl_of(void* storage) { return static_cast<c10::StorageImpl*>(storage); }
@@ -110,11 +109,11 @@ bool make(int device, std::uint64_t bytes, stagehand::driver::Stream stream, boo
           HeldStorage* held) {
   t_quiet = quiet;
   t_making = true;
-  t_stream = reinterpret_cast<cudaStream_t>(stream);
+  const serving::Request request({bytes, true, reinterpret_cast<cudaStream_t>(stream)});
   bool made = false;
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-    void* memory = caching::get()->raw_alloc_with_stream(bytes, t_stream);
+    void* memory = caching::get()->raw_alloc_with_stream(bytes, serving::t_asked.stream);
     const c10::Device place(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
     auto storage = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes,
@@ -276,9 +275,8 @@ class StagehandTrigger final : public FreeMemoryCallback {
     try {
       const c10::DeviceIndex device = c10::cuda::current_device();
       const auto& asked = serving::t_asked;
-      const auto stream = t_making             ? t_stream
-                          : asked.names_stream ? asked.stream
-                                               : c10::cuda::getCurrentCUDAStream(device).stream();
+      const auto stream =
+          asked.names_stream ? asked.stream : c10::cuda::getCurrentCUDAStream(device).stream();
       return !blocked() && !capturing() && g_listener.missed(device, stream, asked.bytes);
     } catch (...) {
       return false;
