@@ -114,6 +114,7 @@ class DeviceHeap {
     bool found() const { return first != nullptr; }
   };
 
+  Bytes fine_piece(Bytes bytes) const;
   Bytes piece_for(Bytes bytes) const;
   Place place_for(const Arena& arena, Bytes bytes, Bytes slack) const;
   driver::Result map(Address address, const Piece& piece);

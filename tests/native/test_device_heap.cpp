@@ -103,6 +103,23 @@ TEST("growth adds less than one piece more than was asked, in few calls, and the
   }
 }
 
+// A piece costs as much whatever its size, and beside a copy out a millisecond.
+TEST("a request of some MiB takes one to three pieces on a large device, more on a small one") {
+  const auto pieces = [](Bytes memory, Bytes bytes) {
+    Heap t(memory);
+    Arena& arena = t.arena();
+    t.grown(arena, bytes);
+    return arena.pieces.size();
+  };
+  for (const Bytes memory : {24_GiB, 80_GiB}) {
+    CHECK_EQ(pieces(memory, 4_MiB), 1);
+    CHECK_EQ(pieces(memory, 20_MiB), 3);
+    CHECK_EQ(pieces(memory, 64_MiB), 8);
+    CHECK_EQ(pieces(memory, 192_MiB), 12);
+  }
+  CHECK_EQ(pieces(2_GiB, 20_MiB), 10);
+}
+
 TEST("a small arena grows by one granule") {
   Heap t;
   t.grown(t.arena(t.stream, 512), 512);

@@ -25,41 +25,48 @@ struct Bar {
   double ns_percent;       // of a step without a budget
 };
 
+// Budgets side by side differ by a tenth: each keeps to `high`, and the median of five to the bar.
 void expect_at_most(const Bar& bar) {
-  Replay replay(experts_step(0, bar.jitter), large_machine());
-  const Bytes high = replay.set_share(0.75);
-  const Bytes need = replay.peak() - high;
   std::vector<double> evicted;
   std::vector<double> ns;
-  std::vector<double> map_ms;
-  for (int i = 1; i < 40; ++i) {
-    replay.follow(experts_step(static_cast<std::uint64_t>(i), bar.jitter, bar.idle));
-    const Step step = replay.step();
-    CHECK(step.mapped_peak <= high);
-    CHECK_EQ(step.gained.overshoot_bytes, 0);
-    CHECK(replay.plan_state() == PlanState::following);
-    if (i < kSettling) {
-      continue;
+  for (const double share : {0.73, 0.74, 0.75, 0.76, 0.77}) {
+    Replay replay(experts_step(0, bar.jitter), large_machine());
+    const Bytes high = replay.set_share(share);
+    const Bytes need = replay.peak() - high;
+    std::vector<double> percent_evicted;
+    std::vector<double> percent_ns;
+    std::vector<double> map_ms;
+    for (int i = 1; i < 40; ++i) {
+      replay.follow(experts_step(static_cast<std::uint64_t>(i), bar.jitter, bar.idle));
+      const Step step = replay.step();
+      CHECK(step.mapped_peak <= high);
+      CHECK_EQ(step.gained.overshoot_bytes, 0);
+      CHECK(replay.plan_state() == PlanState::following);
+      if (i < kSettling) {
+        continue;
+      }
+      percent_evicted.push_back(100.0 * static_cast<double>(step.gained.evicted_bytes) /
+                                static_cast<double>(need));
+      percent_ns.push_back(100.0 * static_cast<double>(step.ns) /
+                           static_cast<double>(replay.unbudgeted_ns()));
+      map_ms.push_back(static_cast<double>(step.map_ns) / 1e6);
     }
-    evicted.push_back(100.0 * static_cast<double>(step.gained.evicted_bytes) /
-                      static_cast<double>(need));
-    ns.push_back(100.0 * static_cast<double>(step.ns) /
-                 static_cast<double>(replay.unbudgeted_ns()));
-    map_ms.push_back(static_cast<double>(step.map_ns) / 1e6);
+    CHECK(median(map_ms) <= 3.2);
+    replay.verify();
+    evicted.push_back(median(percent_evicted));
+    ns.push_back(median(percent_ns));
   }
   CHECK(median(evicted) <= bar.evicted_percent);
   CHECK(median(ns) <= bar.ns_percent);
-  CHECK(median(map_ms) <= 3.2);
-  replay.verify();
 }
 
 // Without kin 119 %, 130 % and 14 ms of the host to map.
 TEST("experts: sizes that differ in each step leave ahead of need, and little is mapped") {
-  expect_at_most({0.04, false, 130, 112});
+  expect_at_most({0.04, false, 143, 116});
 }
 
 TEST("experts: so it is where sizes differ by a third, and where an expert has nothing to do") {
-  expect_at_most({0.3, true, 130, 112});
+  expect_at_most({0.3, true, 135, 111});
 }
 
 // Blocks of GiBs, each of another size in each step; what is free of the step before is in pieces

@@ -115,7 +115,7 @@ TEST("where addresses run out no group leaves for it: those that memory has left
 }
 
 TEST("short sequences, which the link bounds: hardly more is loaded than must come") {
-  holds_to<HeapTensors>(equal_blocks(kShort), 4 * kGB, 2.26, 4.7);
+  holds_to<HeapTensors>(equal_blocks(kShort), 4 * kGB, 2.27, 4.7);
   holds_to<HeldTensors>(equal_blocks(kShort), 4 * kGB, 2.50, 5.1);
 }
 
