@@ -28,9 +28,10 @@ struct WeightGroup {
   std::uint64_t turn = 0;  // which of all copies out it was; 0: there was none
   std::uint32_t holds = 0;
   bool alive = false;
-  bool refused = false;  // its copy out was; it does not leave until `forgive`
-  bool far = false;      // it came far ahead of need, and was not used since
-  bool trains = false;   // a forward with gradients, or a backward, has used it
+  bool refused = false;     // its copy out was; it does not leave until `forgive`
+  bool far = false;         // it came far ahead of need, or early, and was not used since
+  bool written_to = false;  // its bytes have changed at home: an optimizer's step did it
+  bool trains = false;      // a forward with gradients, or a backward, has used it
   // Of its last uses, by kind: the most that was live beside all weights,
   std::array<Bytes, 3> beside{};
   // and what was saved as they began, wherever it was. Before the first: as much as can be.
@@ -55,7 +56,8 @@ class Standing {
   UseOrder& order() { return order_; }
   const UseOrder& order() const { return order_; }
   std::size_t size() const { return groups_.size(); }  // of ids that were ever given
-  Bytes bytes() const { return bytes_; }               // of all
+  std::size_t count() const { return count_; }
+  Bytes bytes() const { return bytes_; }  // of all
 
   // A group is used from here on, with `saved` bytes to be used by backward; what is saved next has
   // places from `saves` on. False: it goes on.

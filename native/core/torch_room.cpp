@@ -110,8 +110,9 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
     make_hole(entry, request, owner, roof);
   }
   // What the first step has cut, as it asked for one thing after the other, holds no other's
-  // blocks.
-  start_anew_ |= told != 0 && !d_.plan.learned() && !std::exchange(cut_, true);
+  // blocks. One that saves nothing has no plan, and is served by the same holes again.
+  const bool saves = d_.plan.place() > 0;
+  start_anew_ |= told != 0 && saves && !d_.plan.learned() && !std::exchange(cut_, true);
   d_.sealer.seal(entry);
   return !due.storages.empty() || due.release_segments;
 }
@@ -383,8 +384,13 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
       }
     }
     if (fits_under(kept(), growth, roof)) {
+      const bool releases = !fits_under(d_.counters.mapped, growth, roof);
+      if (releases && request > kSmallLimit && d_.weights.spares_a_wait()) {
+        look = true;
+        continue;
+      }
       const Bytes left = roof - kept() - growth + d_.counters.retained;
-      due.release_segments = !fits_under(d_.counters.mapped, growth, roof);
+      due.release_segments = releases;
       if (due.release_segments) {
         lacked(request, owner);
         start_anew_ |= repeats && (sight_.by_pages || left < kEdge * request);

@@ -75,6 +75,10 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const bool begins =
       standing_.used({id, kind}, newest != nullptr ? newest->place : Plan::Place{}, saved());
   left_instead_ = begins ? 0 : left_instead_;
+  if (begins && ++uses_ >= standing_.count()) {
+    uses_ = 0;
+    leaves_free_.begin_step(false);
+  }
   group.far = false;
   while (!group.home()) {
     const Status status = bring(entry, id, consumer, false);
@@ -210,7 +214,9 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   if (!fits && !fits_instead(id, high)) {
     return false;
   }
-  if (standing_.needed_until(id) > high) {
+  const bool early = comes_early(id, far);
+  leaves_free_.enter(high, high);
+  if (standing_.needed_until(id) > high - (early ? leaves_free_.bytes() : 0)) {
     return false;  // it would have to leave again before it is used
   }
   Bytes occupied = d_.counters.occupied;
@@ -234,8 +240,18 @@ bool Weights::bring_next(Entry& entry, GroupId id, bool far, driver::Stream stre
   const bool there =
       status == Status::ok || (status == Status::out_of_memory && bring_instead(entry, id, stream));
   WeightGroup& group = standing_.at(id);
-  group.far |= there && far && group.may_leave();
+  group.far |= there && (far || early) && group.may_leave();
   return there;
+}
+
+// Whether it comes only beside what others that did so have had to leave for: a request may need
+// more than its bytes, where what is free lies in pieces or torch has cut a group's hole for it.
+// While sampling, all but the next. Not what an optimizer steps, whose gradients come at their own
+// times.
+bool Weights::comes_early(GroupId id, bool far) const {
+  const UseOrder& order = standing_.order();
+  const bool sampling = order.current().kind == UseKind::sampling;
+  return !standing_.at(id).written_to && (sampling ? order.distance(id) > 1 : far);
 }
 
 // There is room, but in no one place: it is where another group lies, which leaves. Where it has to
@@ -389,6 +405,9 @@ bool Weights::give_way(WeightGroup& group) {
   const bool unused = group.far;
   const bool left = put_away(group);
   came_for_nothing_ += left && unused ? 1 : 0;
+  if (left && unused && !group.written_to) {
+    leaves_free_.came_early(group.bytes, std::min(d_.budget.high, d_.budget.limit));
+  }
   return left;
 }
 
@@ -444,6 +463,7 @@ Status Weights::wrote(GroupId id, Bytes bytes, driver::Stream writer) {
     d_.clocks.add_user(group.block, clock);
   }
   group.dirty = std::max(group.dirty, std::min(bytes, group.bytes));
+  group.written_to = true;
   return Status::ok;
 }
 
@@ -515,6 +535,15 @@ Bytes Weights::make_way(bool small_too, bool last) {
     }
   }
   return 0;
+}
+
+bool Weights::spares_a_wait() {
+  if (standing_.empty() || !d_.plan.learned() || !alone()) {
+    return false;
+  }
+  const GroupId farthest = standing_.farthest();
+  return farthest != kNoGroup && !standing_.at(farthest).written_to &&
+         give_way(standing_.at(farthest));
 }
 
 Bytes Weights::make_way_for(Plan::Place record) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/prefetch_reserve.hpp"
 #include "core/standing.hpp"
 #include "core/stream_clock.hpp"
 
@@ -67,6 +68,10 @@ class Weights {
   Bytes would_give(bool small_too);
   // The same ahead of need, for a record of that place that is needed soon: a group that is later.
   Bytes make_way_for(Plan::Place record);
+  // The group that is used last leaves, and comes again: sooner than the host has waited for the
+  // GPU until torch's segments are back. In known steps where only weights come and go, which no
+  // optimizer steps. False: none does.
+  bool spares_a_wait();
   // A pool is entered: groups leave until no more than `most` is in use.
   void fit(Entry& entry, Bytes most);
   // All that are not held; one that nobody holds.
@@ -104,6 +109,7 @@ class Weights {
   Bytes gone() const;
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
+  bool comes_early(GroupId id, bool far) const;
   bool bring_next(Entry& entry, GroupId id, bool far, driver::Stream stream);
   bool bring_instead(Entry& entry, GroupId id, driver::Stream stream);
   GroupId in_its_place(GroupId id) const;
@@ -133,6 +139,8 @@ class Weights {
   // room, but a request needs it in one piece.
   static constexpr unsigned kForNothing = 3;
   unsigned came_for_nothing_ = 0;
+  PrefetchReserve leaves_free_;  // what comes early does, for what had to leave unused
+  std::size_t uses_ = 0;         // since a part of that was forgotten
   std::atomic<bool> lacks_room_{false};
 };
 

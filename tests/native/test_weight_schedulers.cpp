@@ -55,9 +55,14 @@ struct Theirs {
   Tuned heuristic;
 };
 
-// Of the best of the three, at most so much.
-template <class Tensors = HeapTensors>
-void holds_to(const LoraModel& model, Bytes high, const Theirs& tuned, double of_best) {
+struct Compared {
+  double ours;
+  double best;  // of the three
+  std::string text;
+};
+
+template <class Tensors>
+Compared compared(const LoraModel& model, Bytes high, const Theirs& tuned) {
   const double ours = took<Tensors>(model, high);
   const std::map<std::string, double> theirs{
       {"base", took<Tensors>(base(model, tuned.base.ahead), high)},
@@ -66,14 +71,20 @@ void holds_to(const LoraModel& model, Bytes high, const Theirs& tuned, double of
                      high)},
       {"heuristic",
        took<Tensors>(heuristic(model, tuned.heuristic.keep, tuned.heuristic.ahead), high)}};
-  double best = ours / of_best;
-  std::string text = "ours " + std::to_string(ours);
+  Compared all{ours, theirs.at("base"), "ours " + std::to_string(ours)};
   for (const auto& [name, time] : theirs) {
-    text += ", " + name + " " + std::to_string(time);
-    best = std::min(best, time);
+    all.text += ", " + name + " " + std::to_string(time);
+    all.best = std::min(all.best, time);
   }
-  if (ours > best * of_best) {
-    CHECK_EQ(std::to_string(high / kGB) + " GB, of plain: " + text, "");
+  return all;
+}
+
+// Of the best of the three, at most so much.
+template <class Tensors = HeapTensors>
+void holds_to(const LoraModel& model, Bytes high, const Theirs& tuned, double of_best) {
+  const Compared all = compared<Tensors>(model, high, tuned);
+  if (all.ours > all.best * of_best) {
+    CHECK_EQ(std::to_string(high / kGB) + " GB, of plain: " + all.text, "");
   }
 }
 
@@ -97,7 +108,14 @@ TEST("unequal blocks: as quick as the best of the three where little is missing"
 TEST("unequal blocks: slower than what keeps those that compute least for their bytes") {
   holds_to(unequal_blocks(kLong), 10 * kGB, {{0, 2}, {2, 2}, {0, 2}}, 1.04);
   holds_to(unequal_blocks(kLong), 8 * kGB, {{0, 2}, {0, 2}, {0, 2}}, 1.07);
-  holds_to(unequal_blocks(kShort), 4 * kGB, {{0, 2}, {4, 2}, {5, 1}}, 1.14);
+  // Where all wait for the link, budgets side by side differ by a fifth.
+  std::vector<double> of_best;
+  for (const Bytes high : budgets_beside<HeldTensors>(4 * kGB)) {
+    const Theirs tuned{{0, 2}, {4, 2}, {5, 1}};
+    const Compared all = compared<HeapTensors>(unequal_blocks(kShort), high, tuned);
+    of_best.push_back(all.ours / all.best);
+  }
+  CHECK(median(of_best) <= 1.14);
 }
 
 TEST("in torch's cache: hardly slower than the best of the three where little is missing") {
