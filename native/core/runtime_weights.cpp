@@ -23,6 +23,9 @@ void Runtime::remove_weights(GroupId id) {
   }
   d_.weights.drop(id);
   d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
+  if (d_.weights.standing().empty()) {
+    d_.weights.forget_rounds();
+  }
   // Copies may read the host's, or write to it. While a graph is captured the device is not waited
   // for, but the lanes are in none.
   if (!d_.room.wait_for_gpu(entry) && d_.gate.in_context()) {

@@ -584,6 +584,14 @@ void Weights::leave_all() {
   }
 }
 
+void Weights::forget_rounds() {
+  leaves_free_ = {};
+  uses_ = 0;
+  came_for_nothing_ = 0;
+  went_back_ = false;
+  left_ = left_before_ = 0;
+}
+
 void Weights::drop(GroupId id) {
   WeightGroup& group = standing_.at(id);
   group.dirty = 0;

@@ -78,6 +78,8 @@ class Weights {
   void leave_all();
   // Nobody asks for its bytes any more.
   void drop(GroupId id);
+  // What the groups that were there taught holds for no others.
+  void forget_rounds();
 
   const char* broken() const;
 

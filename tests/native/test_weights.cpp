@@ -112,6 +112,33 @@ TEST("sampling: after a request that what came far ahead had to leave for, more 
   rig.verify();
 }
 
+TEST("what one model's groups came for in vain keeps no room free from another's") {
+  const auto loads = [](bool after_another) {
+    CoreRig rig(kMachine);
+    const driver::Stream s = rig.stream();
+    // Those that one use brings, all of which had left; what came early is gone unused then.
+    const auto one_use = [&] {
+      Model model(rig, 6);
+      rig.budget(16_MiB, 16_MiB);
+      for (std::size_t i = 0; i < 12; ++i) {
+        model.run(i % 6, s, UseKind::sampling);
+      }
+      rig.budget(1_MiB, 1_MiB);
+      rig.budget(16_MiB, 16_MiB);
+      const std::uint64_t before = model.counts().counts.loads;
+      model.run(0, s, UseKind::sampling);
+      const std::uint64_t found = model.counts().counts.loads - before;
+      for (int i = 0; i < 3; ++i) {
+        CHECK(rig.runtime->free(rig.allocate(14_MiB, s)));
+        model.run(0, s, UseKind::sampling);
+      }
+      return found;
+    };
+    return after_another ? (one_use(), one_use()) : one_use();
+  };
+  CHECK_EQ(loads(true), loads(false));
+}
+
 TEST("what is used next finds a hole where a group lies that is used later") {
   CoreRig rig(kMachine);
   Model model(rig, 3, 4_MiB);
