@@ -117,7 +117,7 @@ Bytes HeapStore::trim(Entry& entry, Bytes target) {
 }
 
 void HeapStore::map_ahead(Entry&, RecordId id, Bytes target) {
-  constexpr Bytes kRequests = 32;  // in 8 to 16 pieces each
+  constexpr Bytes kRequests = 32;  // of which the pieces are
   const Record& record = *d_.ledger.find(id);
   const Bytes growth = target - std::min(target, d_.counters.mapped);
   // Whatever was saved now: what is large takes most of it, and the small ones' arena is no place.

@@ -24,7 +24,7 @@ void Runtime::remove_weights(GroupId id) {
   d_.weights.drop(id);
   d_.weights.standing().retire(id);  // nobody brings it while the lock is given up
   if (d_.weights.standing().empty()) {
-    d_.weights.forget_rounds();
+    d_.weights.forget_early();
   }
   // Copies may read the host's, or write to it. While a graph is captured the device is not waited
   // for, but the lanes are in none.

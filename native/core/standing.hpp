@@ -30,7 +30,7 @@ struct WeightGroup {
   bool alive = false;
   bool refused = false;     // its copy out was; it does not leave until `forgive`
   bool far = false;         // it came far ahead of need, or early, and was not used since
-  bool written_to = false;  // its bytes have changed at home: an optimizer's step did it
+  bool written_to = false;  // its bytes have changed at home, ever: an optimizer's step, mostly
   bool trains = false;      // a forward with gradients, or a backward, has used it
   // Of its last uses, by kind: the most that was live beside all weights,
   std::array<Bytes, 3> beside{};

@@ -346,6 +346,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
   bool asked = false;  // all owners
   const bool repeats = d_.plan.repeats() != 0;
   bool look = true;
+  Bytes spared = 0;  // groups that left rather than that segments go back
   const auto weights_leave = [&](bool last) {
     look = d_.weights.make_way(true, last) != 0;
     return look;
@@ -385,13 +386,17 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     }
     if (fits_under(kept(), growth, roof)) {
       const bool releases = !fits_under(d_.counters.mapped, growth, roof);
-      if (releases && request > kSmallLimit && d_.weights.spares_a_wait()) {
-        look = true;
-        continue;
+      if (releases && request > kSmallLimit && spared < request) {
+        const Bytes left = d_.weights.spares_a_wait();
+        if (left > 0) {
+          spared += left;
+          look = true;
+          continue;
+        }
       }
       const Bytes left = roof - kept() - growth + d_.counters.retained;
       due.release_segments = releases;
-      if (due.release_segments) {
+      if (releases) {
         lacked(request, owner);
         start_anew_ |= repeats && (sight_.by_pages || left < kEdge * request);
       }

@@ -404,9 +404,11 @@ bool Weights::put_away(WeightGroup& group) {
 bool Weights::give_way(WeightGroup& group) {
   const bool unused = group.far;
   const bool left = put_away(group);
-  came_for_nothing_ += left && unused ? 1 : 0;
-  if (left && unused && !group.written_to) {
-    leaves_free_.came_early(group.bytes, std::min(d_.budget.high, d_.budget.limit));
+  if (left && unused) {
+    ++came_for_nothing_;
+    if (!group.written_to) {
+      leaves_free_.came_early(group.bytes, std::min(d_.budget.high, d_.budget.limit));
+    }
   }
   return left;
 }
@@ -537,13 +539,16 @@ Bytes Weights::make_way(bool small_too, bool last) {
   return 0;
 }
 
-bool Weights::spares_a_wait() {
-  if (standing_.empty() || !d_.plan.learned() || !alone()) {
-    return false;
+Bytes Weights::spares_a_wait() {
+  if (standing_.empty() || !d_.plan.follows() || !alone()) {
+    return 0;
   }
   const GroupId farthest = standing_.farthest();
-  return farthest != kNoGroup && !standing_.at(farthest).written_to &&
-         give_way(standing_.at(farthest));
+  if (farthest == kNoGroup || standing_.order().distance(farthest) <= Standing::kAhead) {
+    return 0;
+  }
+  WeightGroup& group = standing_.at(farthest);
+  return !group.written_to && give_way(group) ? group.bytes : 0;
 }
 
 Bytes Weights::make_way_for(Plan::Place record) {
@@ -584,12 +589,9 @@ void Weights::leave_all() {
   }
 }
 
-void Weights::forget_rounds() {
+void Weights::forget_early() {
   leaves_free_ = {};
   uses_ = 0;
-  came_for_nothing_ = 0;
-  went_back_ = false;
-  left_ = left_before_ = 0;
 }
 
 void Weights::drop(GroupId id) {

@@ -69,17 +69,17 @@ class Weights {
   // The same ahead of need, for a record of that place that is needed soon: a group that is later.
   Bytes make_way_for(Plan::Place record);
   // The group that is used last leaves, and comes again: sooner than the host has waited for the
-  // GPU until torch's segments are back. In known steps where only weights come and go, which no
-  // optimizer steps. False: none does.
-  bool spares_a_wait();
+  // GPU until torch's segments are back. In steps that follow a plan, where only weights come and
+  // go, and none that is used soon or that was written to. What it had; 0: none leaves.
+  Bytes spares_a_wait();
   // A pool is entered: groups leave until no more than `most` is in use.
   void fit(Entry& entry, Bytes most);
   // All that are not held; one that nobody holds.
   void leave_all();
   // Nobody asks for its bytes any more.
   void drop(GroupId id);
-  // What the groups that were there taught holds for no others.
-  void forget_rounds();
+  // The last group is gone: what came early of it holds for no other model's.
+  void forget_early();
 
   const char* broken() const;
 

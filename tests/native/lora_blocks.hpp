@@ -2,7 +2,6 @@
 // without gradients, and training with a checkpoint around each block.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "native/lora_replay.hpp"
@@ -44,20 +43,12 @@ class BlocksReplay {
         high_(high),
         tensors_(lora_machine(on_one_link)),
         stream_(tensors_.rig.stream()),
-        host_(std::make_unique_for_overwrite<std::byte[]>(blocks.group)) {
-    for (std::size_t i = 0; i < is_.count; ++i) {
-      groups_.push_back(rig().runtime->add_weights(is_.group, host_.get()));
-    }
-    rig().runtime->presume_weights(groups_);
-    others_ = tensors_.make(kOthers, stream_);
-    batch_ = tensors_.make(is_.given, stream_);
-  }
+        weights_(tensors_, stream_, {{}, std::vector<Bytes>(blocks.count, blocks.group)}),
+        others_(tensors_.make(kOthers, stream_)),
+        batch_(tensors_.make(is_.given, stream_)) {}
   ~BlocksReplay() {
     tensors_.drop(batch_);
     tensors_.drop(others_);
-    for (const GroupId group : groups_) {
-      rig().runtime->remove_weights(group);
-    }
   }
   BlocksReplay(const BlocksReplay&) = delete;
   BlocksReplay& operator=(const BlocksReplay&) = delete;
@@ -67,15 +58,14 @@ class BlocksReplay {
     rig().budget(high_, high_ - high_ / 9);
     rig().runtime->reset_peaks();
     const std::uint64_t waits = rig().counters().host_waits;
-    const std::uint64_t loads = rig().runtime->weight_counts().counts.loads;
+    const std::uint64_t loads = weights_.counts().loads;
     const std::uint64_t began = stagehand_sim_clock_ns();
     is_.checkpointed ? train() : sample();
     CHECK_EQ(rig().driver.stream_synchronize(stream_), driver::kSuccess);
     CHECK(rig().counters().mapped_peak <= high_);
     rig().runtime->clear_budget();
     return {static_cast<double>(stagehand_sim_clock_ns() - began) / 1e6,
-            rig().runtime->weight_counts().counts.loads - loads,
-            rig().counters().host_waits - waits};
+            weights_.counts().loads - loads, rig().counters().host_waits - waits};
   }
 
  private:
@@ -85,10 +75,10 @@ class BlocksReplay {
 
   void sample() {
     Made made = tensors_.make(is_.given, stream_);
-    for (const GroupId group : groups_) {
-      enter(group, UseKind::sampling);
+    for (std::size_t block = 0; block < is_.count; ++block) {
+      weights_.sample(block);
       made = forward(made, true, nullptr);
-      rig().runtime->leave_weights(group);
+      weights_.left(block);
     }
     tensors_.drop(made);
   }
@@ -96,16 +86,16 @@ class BlocksReplay {
   void train() {
     Kept inputs;
     Made made = tensors_.make(is_.given, stream_);
-    for (const GroupId group : groups_) {
-      enter(group, UseKind::forward);
+    for (std::size_t block = 0; block < is_.count; ++block) {
+      weights_.forward(block);
       save(made, is_.given, &inputs);
       made = forward(made, true, nullptr);
-      rig().runtime->leave_weights(group);
+      weights_.left(block);
     }
     Made gradient = tensors_.make(is_.given, stream_);
     tensors_.drop(made);
-    for (std::size_t i = groups_.size(); i-- > 0;) {
-      enter(groups_[i], UseKind::backward);
+    for (std::size_t block = is_.count; block-- > 0;) {
+      weights_.backward(block);
       const auto input = tensors_.alias(inputs.back(), stream_);
       const Made detached = tensors_.make(is_.given, stream_);
       Kept kept;
@@ -115,15 +105,11 @@ class BlocksReplay {
       tensors_.unalias(input);
       tensors_.end(inputs.back());
       inputs.pop_back();
-      rig().runtime->leave_weights(groups_[i]);
     }
+    weights_.ended();
     tensors_.drop(gradient);
   }
 
-  void enter(GroupId group, UseKind kind) {
-    Address address = 0;
-    CHECK_EQ(rig().runtime->enter_weights(group, kind, stream_, &address), Status::ok);
-  }
   void compute(double of_forward) {
     const double ns = of_forward * is_.forward_ms * 1e6;
     CHECK_EQ(keep_busy(stream_, static_cast<std::uint64_t>(ns)), driver::kSuccess);
@@ -193,7 +179,7 @@ class BlocksReplay {
     use_last(kept);
     const Made low = tensors_.make(is_.given / kLowRank, stream_);
     const Made base = tensors_.make(in, stream_);
-    compute((1 - kLinears));
+    compute(1 - kLinears);
     const Made product = tensors_.make(in, stream_);
     const Made sum = tensors_.make(in, stream_);
     tensors_.drop(base);
@@ -239,10 +225,9 @@ class BlocksReplay {
   const Bytes high_;
   Tensors tensors_;
   const driver::Stream stream_;
-  const std::unique_ptr<std::byte[]> host_;  // never read: copies are only charged for
-  std::vector<GroupId> groups_;
-  Made others_{};
-  Made batch_{};
+  EngineWeights<Tensors> weights_;
+  const Made others_;
+  const Made batch_;
 };
 
 }  // namespace stagehand::core::test

@@ -278,6 +278,7 @@ class EngineWeights {
 
   Weights::Counts counts() { return runtime_.weight_counts().counts; }
   void forward(std::size_t block) { enter(groups_[block], UseKind::forward); }
+  void sample(std::size_t block) { enter(groups_[block], UseKind::sampling); }
   void left(std::size_t block) { runtime_.leave_weights(groups_[block]); }
   // The one before it is over, as the gradient of what it was given tells.
   void backward(std::size_t block) {

@@ -110,12 +110,16 @@ TEST("unequal blocks: slower than what keeps those that compute least for their 
   holds_to(unequal_blocks(kLong), 8 * kGB, {{0, 2}, {0, 2}, {0, 2}}, 1.07);
   // Where all wait for the link, budgets side by side differ by a fifth.
   std::vector<double> of_best;
+  std::string text;
   for (const Bytes high : budgets_beside<HeldTensors>(4 * kGB)) {
     const Theirs tuned{{0, 2}, {4, 2}, {5, 1}};
     const Compared all = compared<HeapTensors>(unequal_blocks(kShort), high, tuned);
     of_best.push_back(all.ours / all.best);
+    text += all.text + "; ";
   }
-  CHECK(median(of_best) <= 1.14);
+  if (median(of_best) > 1.14) {
+    CHECK_EQ("4 GB and beside it, of plain: " + text, "");
+  }
 }
 
 TEST("in torch's cache: hardly slower than the best of the three where little is missing") {
