@@ -22,9 +22,11 @@ void Departures::retained(Record& record) {
     return;
   }
   if (step_ != d_.books.step()) {
+    copy_waiting(true);
     step_ = d_.books.step();
     to_leave_.clear();
     held_back_ = 0;
+    next_turn_ = 0;
   }
   // Not on a guess: what is dropped for nothing costs more than a copy for nothing.
   if (d_.plan.leaves(record.place) && d_.plan.drops(record.place) && !d_.plan.guesses() &&
@@ -33,9 +35,9 @@ void Departures::retained(Record& record) {
     return;
   }
   if (d_.plan.leaves(record.place)) {
-    held_back_ += write_back(record) ? 0 : 1;
-    to_leave_.push_back(Ledger::id_of(record));
+    copy_in_turn(record);
   }
+  copy_waiting(false);
   write_back_ahead(record);
   let_leave();
 }
@@ -66,6 +68,47 @@ bool Departures::write_back(Record& record) {
     }
   }
   return true;
+}
+
+void Departures::copy_planned(Record& record) {
+  held_back_ += write_back(record) ? 0 : 1;
+  to_leave_.push_back(Ledger::id_of(record));
+}
+
+// Requests take planned victims as memory lies, so that what was saved last may be what leaves
+// first. Where the lane is behind, its copy would come behind all others'.
+void Departures::copy_in_turn(Record& record) {
+  if (std::exchange(version_, d_.plan.version()) != d_.plan.version()) {
+    copy_waiting(true);
+    next_turn_ = 0;
+  }
+  const std::uint32_t turn = d_.plan.copy_turn(record.place);
+  if (turn == KnownRecord::kNever || turn < next_turn_) {
+    copy_planned(record);
+    return;
+  }
+  waiting_.push_back({turn, Ledger::id_of(record)});
+  std::push_heap(waiting_.begin(), waiting_.end());
+}
+
+// Those whose turn has come; or all.
+void Departures::copy_waiting(bool all) {
+  while (!waiting_.empty()) {
+    const Waiting first = waiting_.front();
+    if (!all && first.turn > next_turn_) {
+      if (!d_.plan.copy_passed(next_turn_)) {
+        return;
+      }
+      ++next_turn_;
+      continue;
+    }
+    next_turn_ = std::max(next_turn_, first.turn + 1);
+    std::pop_heap(waiting_.begin(), waiting_.end());
+    waiting_.pop_back();
+    if (Record* record = d_.ledger.find(first.id); record != nullptr) {
+      copy_planned(*record);
+    }
+  }
 }
 
 // What would bring memory down to `low`.

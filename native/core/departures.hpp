@@ -27,7 +27,8 @@ class Departures {
   // Once, in the first step inside a budget, when half of the step's room is in use: up to where
   // memory should be mapped now, before copies are under way. Else nothing.
   Bytes take_map_ahead() { return std::exchange(map_ahead_, 0); }
-  // A record was retained. In forward, what the plan expects to leave is copied out at once;
+  // A record was retained. In forward, what the plan expects to leave is copied out when its turn
+  // has come, at once where the plan knows of none;
   // without a plan, while memory is short, as much of what is needed last as would bring it down
   // to `low`. In a step that is new, where memory will run short, a part of what was saved before
   // that too. Planned victims whose copy is done leave where memory is about to run short.
@@ -53,7 +54,17 @@ class Departures {
   static constexpr Bytes kBatch = 16_MiB;
   static constexpr std::size_t kBatchCopies = 64;
 
+  // A planned victim whose copy is not made yet, since others' turns come before.
+  struct Waiting {
+    std::uint32_t turn = 0;
+    RecordId id;
+    bool operator<(const Waiting& other) const { return turn > other.turn; }  // a heap of the least
+  };
+
   bool write_back(Record& record);
+  void copy_in_turn(Record& record);
+  void copy_waiting(bool all);
+  void copy_planned(Record& record);
   void write_back_ahead(const Record& newest);
   Bytes over_low();
   Bytes ahead_of_need(const Record& record);
@@ -63,6 +74,9 @@ class Departures {
   Device& d_;
   std::uint32_t step_ = 0;         // of which the following are
   std::deque<RecordId> to_leave_;  // planned victims, in the order of their copies
+  std::vector<Waiting> waiting_;   // a heap
+  std::uint32_t next_turn_ = 0;    // the copies before it were made, or are passed over
+  std::uint64_t version_ = 0;      // of the plan that says so
   Bytes occupied_before_ = 0;      // the step
   Bytes map_ahead_ = 0;            // is due, up to so much
   Bytes ahead_for_ = 0;            // the last `high` of which it was due

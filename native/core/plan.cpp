@@ -179,6 +179,9 @@ void Plan::evicted(Place place) {
     Trace::Entry& entry = step->seen.entries[place.index];
     entry.evicted = true;
     entry.away = true;
+    if (entry.left == KnownRecord::kNever) {
+      entry.left = step->seen.left++;
+    }
     step->away += entry.block_bytes;
   }
 }
@@ -297,9 +300,7 @@ void Plan::timed(std::uint32_t id, const StepTimes& times) {
   if (trace.measured(times, rates_, serial_)) {
     ++version_;
   }
-  // Where kinds of steps take turns, a heap of its own would be the next one's burden.
-  const bool alone = trace.follower == trace.id;
-  other_plan_ |= std::exchange(trace.begins_plan, false) && alone && trace.far_from_free();
+  other_plan_ |= std::exchange(trace.begins_plan, false) && trace.far_from_free();
 }
 
 void Plan::requested(Bytes largest) {
@@ -365,6 +366,7 @@ void Plan::learn(Step& step) {
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
     entry.comes = before.comes;
+    entry.left = entry.left == KnownRecord::kNever ? before.left : entry.left;
     if (!entry.sought) {
       entry.keep_recipe(before);
     }
@@ -421,6 +423,7 @@ void Plan::learn(Step& step) {
   } else {
     varied_ += step.kin || step.diverged ? 1 : 0;
   }
+  trace->order_copies();
   trace->pressed = trace->evicted_bytes() > 0;
   if (trace->pressed) {
     const bool old = serial_ - pressed_in_ >= kPressed;

@@ -97,6 +97,12 @@ class Plan {
   // be dropped.
   bool drops(Place place) const;
   bool copies(Place place) const;
+  // Which of the newest step's planned copies out the record's is to be, so that requests find the
+  // copies done that they wait for; kNever: it may be made at once.
+  std::uint32_t copy_turn(Place place) const;
+  // Whether that step goes on without the copy of this turn: there is none, its record does not
+  // leave by one, or should have been retained by now.
+  bool copy_passed(std::uint32_t turn) const;
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
   bool proven(Place place) const;
   // Where it is to be seen in this one, for `proved`: of what leaves. Once, until the answer came

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "core/copy_order.hpp"
+
 namespace stagehand::core {
 
 namespace {
@@ -35,7 +37,8 @@ Bytes Trace::evicted_bytes() const {
 }
 
 Bytes Trace::memory() const {
-  return entries.capacity() * sizeof(Entry) + by_use.capacity() * sizeof(std::uint32_t) +
+  return entries.capacity() * sizeof(Entry) +
+         (by_use.capacity() + copies.capacity()) * sizeof(std::uint32_t) +
          (full.capacity() + at_ns.capacity() + least.capacity() + live.capacity() +
           requests.capacity() + requests_before.capacity()) *
              sizeof(Bytes) +
@@ -297,6 +300,27 @@ std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
   return all.empty() ? KnownRecord::kNever : all[n % all.size()];
 }
 
+void Trace::order_copies() {
+  copies.clear();
+  for (Entry& entry : entries) {
+    entry.copied = KnownRecord::kNever;
+  }
+  if (at_ns.size() != full.size() || rates.out <= 0) {
+    return;
+  }
+  std::vector<PlannedCopy> planned_copies;
+  for (std::uint32_t i = 0; i < entries.size(); ++i) {
+    const Entry& entry = entries[i];
+    if (entry.leaves && !entry.dropped && entry.retained < at_ns.size()) {
+      planned_copies.push_back({i, at_ns[entry.retained], entry.block_bytes, entry.left});
+    }
+  }
+  copies = copy_order(std::move(planned_copies), rates.out);
+  for (std::uint32_t at = 0; at < copies.size(); ++at) {
+    entries[copies[at]].copied = at;
+  }
+}
+
 void Trace::choose() {
   std::vector<KnownRecord> records;
   const std::vector<Fate> was = fates();
@@ -366,6 +390,7 @@ void Trace::use(const std::vector<Fate>& plan) {
     const auto run = runs.find(entry.call);
     entry.comes = entry.by_call && run != runs.end() && entry.saved <= run->second;
   }
+  order_copies();
 }
 
 void Trace::expect() {

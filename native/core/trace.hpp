@@ -40,6 +40,9 @@ struct Trace {
     bool comes = false;          // if dropped too: its call runs past it in any case
     bool leaves = false;         // is to leave in the next step
     bool away = false;
+    // Which it was of those that left, in the last such step in which it did; its turn in `copies`.
+    std::uint32_t left = KnownRecord::kNever;
+    std::uint32_t copied = KnownRecord::kNever;
     std::uint32_t saved = 0;  // moments
     std::uint32_t retained = KnownRecord::kNever;
     std::uint32_t used_moment = KnownRecord::kNever;
@@ -114,9 +117,13 @@ struct Trace {
   StepTotals totals;  // of the newest that was
   Trials trials;
   Watch watch;
-  bool begins_plan = false;    // another one than the steps before had, and what they made of it
-  std::vector<Fate> ran{};     // the plan that the newest such step had; empty without one
-  bool planned = false;        // the planner chose what leaves
+  bool begins_plan = false;  // another one than the steps before had, and what they made of it
+  std::vector<Fate> ran{};   // the plan that the newest such step had; empty without one
+  bool planned = false;      // the planner chose what leaves
+  std::uint32_t left = 0;    // records, in it
+  // The entries that leave by a copy, in the order in which their copies are to be made
+  // (core/copy_order.hpp). Empty before the step was measured: they are made as it goes.
+  std::vector<std::uint32_t> copies{};
   bool pressed = false;        // something left in it
   std::vector<Bytes> least{};  // the most of Plan::least_after, of each use
   Bytes largest_request = 0;
@@ -150,6 +157,8 @@ struct Trace {
   void use(const std::vector<Fate>& plan);
   // What that leaves room for.
   void expect();
+  // Sets `copies`, and each one's turn.
+  void order_copies();
   // Whether what is to be dropped has to be proven first.
   bool proving() const;
   KnownStep known(std::vector<KnownRecord>* records) const;

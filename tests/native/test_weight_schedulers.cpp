@@ -34,12 +34,18 @@ double took(const LoraModel& model, Bytes high) {
   });
 }
 
+// What they keep is not the engine's to give up: they may go over `high`.
 template <class Tensors>
 double took(const Schedule& schedule, Bytes high) {
   return median_beside<Tensors>(high, [&](Bytes at) {
     LoraReplay<Tensors, ScheduledWeights<Tensors>> replay(
         schedule.model, at, lora_machine(on_one_link), schedule.stays);
-    return took(replay);
+    std::vector<LoraStep> steps;
+    for (int i = 0; i < kSteps; ++i) {
+      steps.push_back(replay.step());
+    }
+    steps.erase(steps.begin(), steps.begin() + kSettled);
+    return settled_of_plain(replay, steps);
   });
 }
 
@@ -93,7 +99,7 @@ TEST("equal blocks: as quick as the best of three tuned schedulers where little 
 }
 
 TEST("equal blocks: quicker than each where the link bounds the step") {
-  holds_to(equal_blocks(kShort), 4 * kGB, {{0, 2}, {6, 2}, {6, 1}}, 0.97);
+  holds_to(equal_blocks(kShort), 4 * kGB, {{0, 2}, {6, 2}, {6, 1}}, 0.98);
 }
 
 TEST("equal blocks: slower by some where backward waits for the link all the time") {
