@@ -11,7 +11,7 @@ std::vector<std::uint32_t> copy_order(std::vector<PlannedCopy> copies, double by
     return std::tuple(a.ready_ns, a.index) < std::tuple(b.ready_ns, b.index);
   });
   const auto later = [&](std::size_t a, std::size_t b) {
-    return std::tuple(copies[a].left, a) > std::tuple(copies[b].left, b);
+    return std::tuple(copies[a].left_as, a) > std::tuple(copies[b].left_as, b);
   };
   std::priority_queue<std::size_t, std::vector<std::size_t>, decltype(later)> ready(later);
   std::vector<std::uint32_t> order;

@@ -13,7 +13,7 @@ struct PlannedCopy {
   std::uint32_t index = 0;  // which record it is of
   std::uint64_t ready_ns = 0;
   Bytes bytes = 0;
-  std::uint32_t left = 0;  // which of those that left it was, when such a step ran last
+  std::uint32_t left_as = 0;  // which of those that left it was, when such a step ran last
 };
 
 // Whenever the lane is free, the one that left first of those that are ready: Jackson's rule for

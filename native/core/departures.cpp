@@ -1,6 +1,7 @@
 #include "core/departures.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <span>
 #include <utility>
 
@@ -21,23 +22,27 @@ void Departures::retained(Record& record) {
   if (!d_.budget.armed || !d_.saving) {
     return;
   }
-  if (step_ != d_.books.step()) {
-    copy_waiting(true);
+  const bool other_step = step_ != d_.books.step();
+  if (other_step) {
     step_ = d_.books.step();
     to_leave_.clear();
     held_back_ = 0;
+  }
+  if (std::exchange(version_, d_.plan.turns_version()) != d_.plan.turns_version() || other_step) {
+    copy_those_due(true);  // of other turns
     next_turn_ = 0;
   }
+  const bool leaves = d_.plan.leaves(record.place);
   // Not on a guess: what is dropped for nothing costs more than a copy for nothing.
-  if (d_.plan.leaves(record.place) && d_.plan.drops(record.place) && !d_.plan.guesses() &&
-      record.droppable()) {
+  if (leaves && d_.plan.drops(record.place) && !d_.plan.guesses() && record.droppable()) {
     d_.room.drop(record);
+    copy_those_due(false);
     return;
   }
-  if (d_.plan.leaves(record.place)) {
+  if (leaves) {
     copy_in_turn(record);
   }
-  copy_waiting(false);
+  copy_those_due(false);
   write_back_ahead(record);
   let_leave();
 }
@@ -78,23 +83,20 @@ void Departures::copy_planned(Record& record) {
 // Requests take planned victims as memory lies, so that what was saved last may be what leaves
 // first. Where the lane is behind, its copy would come behind all others'.
 void Departures::copy_in_turn(Record& record) {
-  if (std::exchange(version_, d_.plan.version()) != d_.plan.version()) {
-    copy_waiting(true);
-    next_turn_ = 0;
-  }
   const std::uint32_t turn = d_.plan.copy_turn(record.place);
   if (turn == KnownRecord::kNever || turn < next_turn_) {
     copy_planned(record);
     return;
   }
-  waiting_.push_back({turn, Ledger::id_of(record)});
-  std::push_heap(waiting_.begin(), waiting_.end());
+  turns_.push_back({turn, Ledger::id_of(record)});
+  std::push_heap(turns_.begin(), turns_.end(), std::greater<>{});
 }
 
-// Those whose turn has come; or all.
-void Departures::copy_waiting(bool all) {
-  while (!waiting_.empty()) {
-    const Waiting first = waiting_.front();
+// Those whose turn has come, as far as the lane's cap lets them; or all, the others of which are
+// made up for like any that a cap holds back.
+void Departures::copy_those_due(bool all) {
+  while (!turns_.empty()) {
+    const Turn first = turns_.front();
     if (!all && first.turn > next_turn_) {
       if (!d_.plan.copy_passed(next_turn_)) {
         return;
@@ -102,13 +104,23 @@ void Departures::copy_waiting(bool all) {
       ++next_turn_;
       continue;
     }
+    if (!all && d_.transfers.out().full()) {
+      return;
+    }
     next_turn_ = std::max(next_turn_, first.turn + 1);
-    std::pop_heap(waiting_.begin(), waiting_.end());
-    waiting_.pop_back();
+    std::pop_heap(turns_.begin(), turns_.end(), std::greater<>{});
+    turns_.pop_back();
     if (Record* record = d_.ledger.find(first.id); record != nullptr) {
       copy_planned(*record);
     }
   }
+}
+
+void Departures::no_more_saves(bool for_now) {
+  if (!for_now || !d_.plan.expects_saves()) {
+    copy_those_due(true);
+  }
+  flush();
 }
 
 // What would bring memory down to `low`.

@@ -45,6 +45,9 @@ class Departures {
   void copy_ahead(Bytes bytes);
   // Queues what is staged. Whose copy the driver refuses stays dirty.
   void flush();
+  // No more is saved, or, `for_now`, unless the plan knows of more: whose turn has not come is
+  // copied out as well. Queues what is staged.
+  void no_more_saves(bool for_now);
 
   // The planned victim whose copy was queued first and that can leave now; null without.
   Record* next_to_leave();
@@ -55,15 +58,15 @@ class Departures {
   static constexpr std::size_t kBatchCopies = 64;
 
   // A planned victim whose copy is not made yet, since others' turns come before.
-  struct Waiting {
+  struct Turn {
     std::uint32_t turn = 0;
     RecordId id;
-    bool operator<(const Waiting& other) const { return turn > other.turn; }  // a heap of the least
+    bool operator>(const Turn& other) const { return turn > other.turn; }
   };
 
   bool write_back(Record& record);
   void copy_in_turn(Record& record);
-  void copy_waiting(bool all);
+  void copy_those_due(bool all);
   void copy_planned(Record& record);
   void write_back_ahead(const Record& newest);
   Bytes over_low();
@@ -74,9 +77,9 @@ class Departures {
   Device& d_;
   std::uint32_t step_ = 0;         // of which the following are
   std::deque<RecordId> to_leave_;  // planned victims, in the order of their copies
-  std::vector<Waiting> waiting_;   // a heap
+  std::vector<Turn> turns_;        // a heap, the least first
   std::uint32_t next_turn_ = 0;    // the copies before it were made, or are passed over
-  std::uint64_t version_ = 0;      // of the plan that says so
+  std::uint64_t version_ = 0;      // Plan::turns_version
   Bytes occupied_before_ = 0;      // the step
   Bytes map_ahead_ = 0;            // is due, up to so much
   Bytes ahead_for_ = 0;            // the last `high` of which it was due

@@ -8,7 +8,8 @@
 
 namespace stagehand::core {
 
-// Those that leave, in the order they are retained, which is that of their copies.
+// Those that leave, in the order they are retained. Their copies may be made in another one
+// (core/copy_order.hpp): what leaves by a time is as much, whichever it is.
 std::vector<std::uint32_t> leaving(const Grid& grid, std::span<const Fate> fates);
 // Sets when the copies out end if nothing ever waits: at the latest then.
 void place_copies(Grid& grid, std::span<const std::uint32_t> order);

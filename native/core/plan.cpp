@@ -129,6 +129,7 @@ void Plan::follow(Step& step) {
     return;
   }
   ++version_;
+  ++turns_;
   timed_step_ = step.serial == timed_step_ ? 0 : timed_step_;
   if (auto trace = likeliest(step.seen, [&](const Trace& one) { return has(one, 0); });
       trace != nullptr) {
@@ -179,8 +180,8 @@ void Plan::evicted(Place place) {
     Trace::Entry& entry = step->seen.entries[place.index];
     entry.evicted = true;
     entry.away = true;
-    if (entry.left == KnownRecord::kNever) {
-      entry.left = step->seen.left++;
+    if (entry.left_as == KnownRecord::kNever) {
+      entry.left_as = step->seen.leavers++;
     }
     step->away += entry.block_bytes;
   }
@@ -299,8 +300,20 @@ void Plan::timed(std::uint32_t id, const StepTimes& times) {
   Trace& trace = **found;
   if (trace.measured(times, rates_, serial_)) {
     ++version_;
+    ++turns_;
   }
-  other_plan_ |= std::exchange(trace.begins_plan, false) && trace.far_from_free();
+}
+
+// Where kinds of steps take turns, one is told of the other's times as it begins: the heap is for
+// the step that the plan is for.
+bool Plan::takes_other_plan() {
+  if (!follows() || now_->kin) {
+    return false;
+  }
+  const auto found = std::find_if(traces_.begin(), traces_.end(),
+                                  [&](const auto& one) { return one->id == now_->trace->id; });
+  return found != traces_.end() && std::exchange((*found)->begins_plan, false) &&
+         (*found)->far_from_free();
 }
 
 void Plan::requested(Bytes largest) {
@@ -366,7 +379,10 @@ void Plan::learn(Step& step) {
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
     entry.comes = before.comes;
-    entry.left = entry.left == KnownRecord::kNever ? before.left : entry.left;
+    if (entry.left_as == KnownRecord::kNever && before.left_as != KnownRecord::kNever) {
+      entry.left_as = trace->leavers + before.left_as;  // behind all that left now
+    }
+    entry.turn = before.turn;
     if (!entry.sought) {
       entry.keep_recipe(before);
     }
@@ -411,6 +427,7 @@ void Plan::learn(Step& step) {
         trace->expect();
       }
     }
+    trace->copies = std::move((*same)->copies);
     traces_.erase(same);
   } else {
     trace->id = ++ids_;
@@ -478,7 +495,7 @@ void Plan::forget_all() {
   varied_ = 0;
   pressed_ = 0;
   timed_step_ = 0;
-  other_plan_ = false;
+  ++turns_;
   ++version_;
 }
 

@@ -103,6 +103,13 @@ class Plan {
   // Whether that step goes on without the copy of this turn: there is none, its record does not
   // leave by one, or should have been retained by now.
   bool copy_passed(std::uint32_t turn) const;
+  // Whether the newest step is known to save more: forwards of a pipeline follow each other's
+  // backwards.
+  bool expects_saves() const {
+    return follows() && !now_->kin && now_->seen.entries.size() < now_->trace->entries.size();
+  }
+  // Goes up when other turns than before may hold from here on.
+  std::uint64_t turns_version() const { return turns_; }
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
   bool proven(Place place) const;
   // Where it is to be seen in this one, for `proved`: of what leaves. Once, until the answer came
@@ -125,9 +132,9 @@ class Plan {
   bool with_weights() const { return now_ != nullptr && now_->with_weights(); }
   // Whether an earlier step inside such a budget says what becomes of the record.
   bool guides(Place place) const;
-  // Whether another plan than before, with drops, is in use from here on, and its steps are long
-  // enough for a heap of its own to be worth one: said once.
-  bool takes_other_plan() { return std::exchange(other_plan_, false); }
+  // Whether the step that begins is the first with another plan, with drops, and such steps are
+  // long enough for a heap of its own to be worth one: said once.
+  bool takes_other_plan();
   // Whether any step is remembered.
   bool learned() const { return !traces_.empty(); }
   // Whether it is worth to know how what is saved was made: not where nothing left in such a step.
@@ -238,13 +245,13 @@ class Plan {
 
   std::list<std::shared_ptr<Trace>> traces_;  // newest first
   std::list<Step> steps_;                     // those whose records are alive, and the newest
-  bool other_plan_ = false;
   std::uint32_t timed_step_ = 0;  // the step that is measured; 0: it has gone another way
   Step* now_ = nullptr;           // the newest; null before the first
   Step* using_ = nullptr;         // whose record was asked for last
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;
+  std::uint64_t turns_ = 0;
   LaneRates rates_;
   std::uint32_t learned_ = 0;  // the trace learned last
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row

@@ -52,14 +52,10 @@ bool Plan::copies(Place place) const {
   return leaves(place) || (guides(place) && !cheap);
 }
 
-// Not of a step that weights come and go in: its memory lies otherwise each time, and so others
-// leave first.
 std::uint32_t Plan::copy_turn(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && step == now_ && !step->kin && !step->with_weights()
-             ? entry->copied
-             : KnownRecord::kNever;
+  return entry != nullptr && step == now_ && !step->kin ? entry->turn : KnownRecord::kNever;
 }
 
 bool Plan::copy_passed(std::uint32_t turn) const {

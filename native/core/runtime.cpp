@@ -156,7 +156,7 @@ Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer, boo
   if (d_.ledger.find(id) == nullptr) {
     return {Status::stale};
   }
-  d_.departures.flush();
+  d_.departures.no_more_saves(true);
   d_.store->look_around(entry);
   Record& record = *d_.ledger.find(id);  // the handle is the caller's
   if (record.state == RecordState::dropped) {

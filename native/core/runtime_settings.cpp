@@ -102,7 +102,7 @@ void Runtime::set_budget(const Budget& budget) {
 
 void Runtime::clear_budget() {
   Entry entry(d_.gate);
-  d_.departures.flush();
+  d_.departures.no_more_saves(false);
   d_.clocks.timeline.note(Timeline::What::left, 0, 0, d_.counters);
   if (d_.plan.moment() == 0) {
     d_.host.end_empty_step();

@@ -300,24 +300,25 @@ std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
   return all.empty() ? KnownRecord::kNever : all[n % all.size()];
 }
 
+// Where such a step was not measured as it went, the turns of before stay. None where weights come
+// and go: their memory lies otherwise each time, and so others leave first.
 void Trace::order_copies() {
-  copies.clear();
-  for (Entry& entry : entries) {
-    entry.copied = KnownRecord::kNever;
-  }
-  if (at_ns.size() != full.size() || rates.out <= 0) {
+  if ((at_ns.size() != full.size() || rates.out <= 0) && weight_uses.empty()) {
     return;
   }
+  for (Entry& entry : entries) {
+    entry.turn = KnownRecord::kNever;
+  }
   std::vector<PlannedCopy> planned_copies;
-  for (std::uint32_t i = 0; i < entries.size(); ++i) {
+  for (std::uint32_t i = 0; i < entries.size() && weight_uses.empty(); ++i) {
     const Entry& entry = entries[i];
     if (entry.leaves && !entry.dropped && entry.retained < at_ns.size()) {
-      planned_copies.push_back({i, at_ns[entry.retained], entry.block_bytes, entry.left});
+      planned_copies.push_back({i, at_ns[entry.retained], entry.block_bytes, entry.left_as});
     }
   }
   copies = copy_order(std::move(planned_copies), rates.out);
-  for (std::uint32_t at = 0; at < copies.size(); ++at) {
-    entries[copies[at]].copied = at;
+  for (std::uint32_t turn = 0; turn < copies.size(); ++turn) {
+    entries[copies[turn]].turn = turn;
   }
 }
 

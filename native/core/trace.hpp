@@ -41,8 +41,8 @@ struct Trace {
     bool leaves = false;         // is to leave in the next step
     bool away = false;
     // Which it was of those that left, in the last such step in which it did; its turn in `copies`.
-    std::uint32_t left = KnownRecord::kNever;
-    std::uint32_t copied = KnownRecord::kNever;
+    std::uint32_t left_as = KnownRecord::kNever;
+    std::uint32_t turn = KnownRecord::kNever;
     std::uint32_t saved = 0;  // moments
     std::uint32_t retained = KnownRecord::kNever;
     std::uint32_t used_moment = KnownRecord::kNever;
@@ -117,10 +117,10 @@ struct Trace {
   StepTotals totals;  // of the newest that was
   Trials trials;
   Watch watch;
-  bool begins_plan = false;  // another one than the steps before had, and what they made of it
-  std::vector<Fate> ran{};   // the plan that the newest such step had; empty without one
-  bool planned = false;      // the planner chose what leaves
-  std::uint32_t left = 0;    // records, in it
+  bool begins_plan = false;   // another one than the steps before had, and what they made of it
+  std::vector<Fate> ran{};    // the plan that the newest such step had; empty without one
+  bool planned = false;       // the planner chose what leaves
+  std::uint32_t leavers = 0;  // records that left in it
   // The entries that leave by a copy, in the order in which their copies are to be made
   // (core/copy_order.hpp). Empty before the step was measured: they are made as it goes.
   std::vector<std::uint32_t> copies{};

@@ -34,7 +34,7 @@ double took(const LoraModel& model, Bytes high) {
   });
 }
 
-// What they keep is not the engine's to give up: they may go over `high`.
+// What they keep is not the engine's to give up: one of them goes over `high` by 15 MB.
 template <class Tensors>
 double took(const Schedule& schedule, Bytes high) {
   return median_beside<Tensors>(high, [&](Bytes at) {
@@ -43,6 +43,7 @@ double took(const Schedule& schedule, Bytes high) {
     std::vector<LoraStep> steps;
     for (int i = 0; i < kSteps; ++i) {
       steps.push_back(replay.step());
+      CHECK(i < kSettled || steps.back().over <= at / 256);
     }
     steps.erase(steps.begin(), steps.begin() + kSettled);
     return settled_of_plain(replay, steps);
@@ -103,7 +104,7 @@ TEST("equal blocks: quicker than each where the link bounds the step") {
 }
 
 TEST("equal blocks: slower by some where backward waits for the link all the time") {
-  holds_to(equal_blocks(kLong), 10 * kGB, {{0, 2}, {5, 2}, {7, 1}}, 1.02);
+  holds_to(equal_blocks(kLong), 10 * kGB, {{0, 2}, {5, 2}, {7, 1}}, 1.03);
   holds_to(equal_blocks(kLong), 8 * kGB, {{0, 2}, {0, 2}, {0, 1}}, 1.04);
 }
 
