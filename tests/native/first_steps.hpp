@@ -129,6 +129,12 @@ class FirstSteps {
   // As where the pool is made well before the first step, which is the process's first.
   void finish_pinning() { pinner_.finish(); }
   void set(Bytes high, Bytes low) { high_ = high, low_ = low; }
+  // A share of the activations that were measured, with a tenth of them between the watermarks.
+  void set_share(double share) {
+    const Bytes activations = peak_ - start_;
+    const Bytes high = start_ + static_cast<Bytes>(share * static_cast<double>(activations));
+    set(high, high - activations / 10);
+  }
   Bytes start() const { return start_; }
   Bytes peak() const { return peak_; }
   Done unbudgeted() const { return free_; }

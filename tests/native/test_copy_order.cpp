@@ -99,9 +99,7 @@ double settled(const char* trace, double share) {
   for (const double at : {share - kApart, share, share + kApart}) {
     FirstSteps<Side> training(trace);
     training.measure();
-    const auto activations = static_cast<double>(training.peak() - training.start());
-    const Bytes high = training.start() + static_cast<Bytes>(at * activations);
-    training.set(high, high - static_cast<Bytes>(activations / 10));
+    training.set_share(at);
     std::vector<double> took;
     for (int i = 0; i < kLast; ++i) {
       const Done done = training.step();
@@ -178,9 +176,7 @@ TEST("a step in which what has the next turn never leaves takes hardly longer") 
   CHECK(blocks.size() > 20);
   FirstSteps<HeapSide> training(events);
   training.measure();
-  const auto activations = static_cast<double>(training.peak() - training.start());
-  const Bytes high = training.start() + static_cast<Bytes>(0.7 * activations);
-  training.set(high, high - static_cast<Bytes>(activations / 10));
+  training.set_share(0.7);
   double settled_ns = 0;
   for (int i = 0; i < 10; ++i) {
     settled_ns = static_cast<double>(training.step().ns);

@@ -171,9 +171,7 @@ TEST("told for what, no step goes over high: the first one of a training neither
 TEST("told for what, steps of experts keep to high, and from the twelfth on they map nothing") {
   FirstSteps<HeldSide> training(experts_step(0, 0.3));
   training.measure();
-  const Bytes activations = training.peak() - training.start();
-  const Bytes high = training.start() + activations * 3 / 4;
-  training.set(high, high - activations / 10);
+  training.set_share(0.75);
   for (std::uint64_t i = 1; i < 24; ++i) {
     training.follow(experts_step(i, 0.3, true));
     const std::uint64_t calls = mapping_calls();

@@ -22,8 +22,8 @@ constexpr char kShort[] = "lora_1k.txt";
 
 // The median step's time, of plain.
 template <class Replay>
-double took(Replay& replay) {
-  return settled_of_plain(replay, settled_steps(replay, kSettled, kSteps - kSettled));
+double took(Replay& replay, Bytes over = 0) {
+  return settled_of_plain(replay, settled_steps(replay, kSettled, kSteps - kSettled, over));
 }
 
 template <class Tensors>
@@ -40,13 +40,7 @@ double took(const Schedule& schedule, Bytes high) {
   return median_beside<Tensors>(high, [&](Bytes at) {
     LoraReplay<Tensors, ScheduledWeights<Tensors>> replay(
         schedule.model, at, lora_machine(on_one_link), schedule.stays);
-    std::vector<LoraStep> steps;
-    for (int i = 0; i < kSteps; ++i) {
-      steps.push_back(replay.step());
-      CHECK(i < kSettled || steps.back().over <= at / 256);
-    }
-    steps.erase(steps.begin(), steps.begin() + kSettled);
-    return settled_of_plain(replay, steps);
+    return took(replay, at / 256);
   });
 }
 
