@@ -157,13 +157,19 @@ class Entry {
  public:
   explicit Entry(Gate& gate) : gate_(gate) {
     gate_.mutex_.lock();
-    ++gate_.turn_;
-    gate_.open_ = true;
+    begin();
+  }
+  // For what can be left out: without a wait. Not `open` where another thread has the lock.
+  Entry(Gate& gate, std::try_to_lock_t) : gate_(gate), open_(gate.mutex_.try_lock()) {
+    if (open_) {
+      begin();
+    }
   }
   ~Entry() { close(); }
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
 
+  bool open() const { return open_; }
   // Ends it early; nothing under the lock may follow.
   void close() {
     if (open_) {
@@ -176,6 +182,10 @@ class Entry {
 
  private:
   friend class Unlocked;
+  void begin() {
+    ++gate_.turn_;
+    gate_.open_ = true;
+  }
   Gate& gate_;
   bool open_ = true;
 };

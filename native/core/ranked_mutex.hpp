@@ -24,6 +24,18 @@ class RankedMutex {
       held() = rank_;
     }
   }
+  // False: another thread has it.
+  bool try_lock() {
+    SH_CHECK(held() < rank_);
+    if (!mutex_.try_lock()) {
+      return false;
+    }
+    if constexpr (kRanked) {
+      previous_ = held();
+      held() = rank_;
+    }
+    return true;
+  }
   void unlock() {
     if constexpr (kRanked) {
       held() = previous_;

@@ -433,6 +433,14 @@ bool Runtime::missed(driver::Stream stream, Bytes request) {
   return torch_->missed(entry, stream, request);
 }
 
+void Runtime::asks() {
+  Entry entry(d_.gate, std::try_to_lock);
+  if (entry.open() && torch_ != nullptr) {
+    torch_->look_for_owners();
+    d_.sealer.seal(entry);
+  }
+}
+
 void Runtime::drop_orphans() {
   if (uses_torch()) {
     torch_->drop_orphans();

@@ -137,6 +137,14 @@ class Runtime {
   // back. `request`: what is asked for, 0 where torch does not tell. Under torch's mutex; never
   // takes the GIL.
   bool missed(driver::Stream stream, Bytes request);
+  // torch is about to be asked for memory on the device, and has not taken its mutex yet: owners of
+  // what was saved since are looked for. Nothing where another thread is in the engine: a later
+  // request does.
+  void asks();
+  // A bit for each device that wants `asks` to be called; and where the bits are, for the other
+  // side.
+  static std::atomic_ref<std::uint64_t> awaits() { return TorchStore::awaits(); }
+  static std::uint64_t* devices_that_await() { return TorchStore::devices_that_await(); }
   // Gives up references that only a thread with the GIL may drop. With the GIL.
   void drop_orphans();
   // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.

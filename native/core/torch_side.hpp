@@ -63,6 +63,11 @@ struct TorchListener {
   // search again. On the thread that allocates, for `stream`; it may hold the GIL or not. `bytes`:
   // what it asks for; 0 where that is not known.
   bool (*missed)(int device, driver::Stream stream, Bytes bytes);
+  // torch is asked for memory on the device, by anybody but the engine, and has not taken its mutex
+  // yet. The thread may hold the GIL or not. Told only while the device's bit in `awaits` is set,
+  // and never where torch does not tell of requests.
+  void (*asks)(int device);
+  std::uint64_t* awaits;  // atomically
   void (*event)(const CacheEvent* event);
   // What the cache holds already is told by `known`, between `snapshot` (on every device, in order
   // with its events) and `told`; events meanwhile come after what is known.
@@ -77,7 +82,7 @@ struct TorchListener {
 };
 
 struct TorchSide {
-  static constexpr std::uint32_t kVersion = 4;
+  static constexpr std::uint32_t kVersion = 5;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.

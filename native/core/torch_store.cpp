@@ -191,11 +191,26 @@ void TorchStore::handed_out(Record& record) {
   watch(record);
 }
 
+std::uint64_t TorchStore::device_bit() const { return std::uint64_t{1} << d_.number; }
+
 void TorchStore::watch(Record& record) {
   if (!record.watched) {
     record.watched = true;
     watched_.push_back(Ledger::id_of(record));
+    if (d_.saving && d_.budget.armed) {
+      ++saved_since_;
+      if (d_.plan.leaves(record.place)) {
+        awaits().fetch_or(device_bit(), std::memory_order_relaxed);
+      }
+    }
   }
+}
+
+// Packs look for owners, too. Where much is packed at once, as a compiled block does at its
+// forward's end, the next pack is far: what is copied out only then begins behind the next block.
+void TorchStore::look_for_owners() {
+  awaits().fetch_and(~device_bit(), std::memory_order_relaxed);
+  poll_newest(std::exchange(saved_since_, 0));
 }
 
 // Nobody tells when torch drops a storage that we hold too: the reference count does.
@@ -306,6 +321,7 @@ bool TorchStore::keep(Address address) {
 bool TorchStore::begin_step(Bytes target) {
   take_stuck();
   end_aside();
+  saved_since_ = 0;
   route_.set_needed(true);
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps

@@ -42,6 +42,14 @@ class TorchStore final : public Store {
   void forget(Block* block);
   // After a save: looks whether what a layer has just let go of is ours alone by now.
   void saved(Entry& entry, Record& record, driver::Stream stream, bool fresh);
+  // At a request, whether or not it will miss: looks for the owners of what was saved since.
+  void look_for_owners();
+  // A bit for each device where something was saved since that is planned to leave: it is copied
+  // out from where its last owner has gone on. Without the lock.
+  static std::atomic_ref<std::uint64_t> awaits() {
+    return std::atomic_ref<std::uint64_t>(devices_that_await_);
+  }
+  static std::uint64_t* devices_that_await() { return &devices_that_await_; }
   // torch's cache found no free block on this thread and will grow next. True: something was given
   // back. `told`: what is asked for, 0 where torch does not tell. Under torch's mutex; never takes
   // the GIL.
@@ -105,6 +113,7 @@ class TorchStore final : public Store {
   CacheMap::Owner owner_here(driver::Stream stream) const;
   void refresh();
   void take_stuck();
+  std::uint64_t device_bit() const;
   void watch(Record& record);
   bool still_used(RecordId id);
   void poll();
@@ -139,6 +148,9 @@ class TorchStore final : public Store {
   Bytes map_whole(Entry& entry, Bytes target);
   bool map_free(Bytes bytes, const CacheMap::Owner& owner);
 
+  alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::uint64_t
+      devices_that_await_ = 0;
+
   Device& d_;
   CacheMap& cache_;  // has a lock of its own
   HeldBlocks held_;
@@ -148,8 +160,9 @@ class TorchStore final : public Store {
   std::vector<RecordId> watched_;  // whose blocks torch or backward may still reach; 0 for none
   std::size_t unwatched_ = 0;      // of them none
   unsigned polls_ = 0;
-  std::size_t cursor_ = 0;      // where poll_others goes on
-  std::vector<void*> orphans_;  // storages to drop with the GIL
+  std::size_t saved_since_ = 0;  // a request has looked for owners, of the newest watched
+  std::size_t cursor_ = 0;       // where poll_others goes on
+  std::vector<void*> orphans_;   // storages to drop with the GIL
   std::atomic<std::size_t> orphan_count_{0};
   Sight sight_;
   HolesAhead ahead_;

@@ -30,6 +30,19 @@ bool missed(int device, driver::Stream stream, core::Bytes bytes) noexcept {
   }
 }
 
+void asks(int device) noexcept {
+  Registry& registry = Registry::get();
+  core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
+  if (runtime == nullptr) {
+    core::Runtime::awaits().fetch_and(~(std::uint64_t{1} << device));  // of one that is gone
+    return;
+  }
+  try {
+    runtime->asks();
+  } catch (const std::exception&) {
+  }
+}
+
 template <class F>
 void on_cache(int device, F&& call) noexcept {
   if (device < 0 || device >= kMaxDevices || Registry::get().forked()) {
@@ -77,8 +90,15 @@ void backward_ended(int device) noexcept {
   }
 }
 
-constexpr core::TorchListener kListener{&missed,           &event,         &snapshot, &known, &told,
-                                        &backward_goes_on, &backward_ended};
+const core::TorchListener kListener{&missed,
+                                    &asks,
+                                    core::Runtime::devices_that_await(),
+                                    &event,
+                                    &snapshot,
+                                    &known,
+                                    &told,
+                                    &backward_goes_on,
+                                    &backward_ended};
 
 // A memory pool that serves this thread and then nobody. Where that does not work, the table is
 // used without. By its name alone: a torch.cuda.MemPool ends the process where it goes while any

@@ -34,6 +34,16 @@ struct Asked {
 };
 
 inline thread_local Asked t_asked;  // what this thread asks torch for
+inline std::atomic<void (*)()> g_asks{nullptr};
+
+// Before an outermost request. The engine opens one around its own, which are not told.
+inline void tell_asks() {
+  if (t_asked.bytes == 0) {
+    if (void (*const asks)() = g_asks.load(std::memory_order_acquire); asks != nullptr) {
+      asks();
+    }
+  }
+}
 
 class Request {
  public:
@@ -61,14 +71,17 @@ class TellingAllocator final : public caching::CUDAAllocator {
   explicit TellingAllocator(caching::CUDAAllocator& torchs) : torchs_(torchs) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
+    tell_asks();
     const Request request({.bytes = bytes});
     return torchs_.allocate(bytes);
   }
   void* raw_alloc(std::size_t bytes) override {
+    tell_asks();
     const Request request({.bytes = bytes});
     return torchs_.raw_alloc(bytes);
   }
   void* raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) override {
+    tell_asks();
     const Request request({bytes, true, stream});
     return torchs_.raw_alloc_with_stream(bytes, stream);
   }
@@ -189,7 +202,9 @@ class TellingAllocator final : public caching::CUDAAllocator {
 inline std::atomic<TellingAllocator*> g_telling{nullptr};
 
 // Once torch's CUDA is initialised: torch refuses to change its allocator from then on.
-inline void tell_requests() {
+// `asks` is called before each that says how much it is for.
+inline void tell_requests(void (*asks)()) {
+  g_asks.store(asks, std::memory_order_release);
   auto* telling = new TellingAllocator(*caching::get());
   g_telling.store(telling);
   telling->begin();
@@ -204,7 +219,7 @@ inline void tell_no_more() {
 
 #else
 
-inline void tell_requests() {}
+inline void tell_requests(void (*)()) {}
 inline void tell_no_more() {}
 
 #endif

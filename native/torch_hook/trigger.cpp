@@ -237,6 +237,21 @@ void traced(const caching::TraceEntry& entry) {
   }
 }
 
+// What the engine asks for on its way into a MemPool is quiet. In a capture nothing is let go of.
+void tell_asks() noexcept {
+  const std::uint64_t awaited = std::atomic_ref(*g_listener.awaits).load(std::memory_order_relaxed);
+  if (t_quiet || awaited == 0) {
+    return;
+  }
+  try {
+    const int device = c10::cuda::current_device();
+    if ((awaited >> device & 1) != 0 && !capturing()) {
+      g_listener.asks(device);
+    }
+  } catch (...) {  // the request itself will say so
+  }
+}
+
 // The tracker runs from before the snapshot on; a snapshot's own event, under the same mutex, marks
 // where what it holds ends and what the tracker tells begins.
 const char* listen(const TorchListener* listener) {
@@ -253,7 +268,7 @@ const char* listen(const TorchListener* listener) {
       tell_known(device, snapshot);
       g_listener.told(device);
     }
-    serving::tell_requests();
+    serving::tell_requests(&tell_asks);
     g_listening.store(true, std::memory_order_release);
   } catch (const std::exception&) {
     t_snapshotting = false;

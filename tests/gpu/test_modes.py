@@ -81,6 +81,40 @@ def test_no_request_of_a_first_step_goes_over_high_however_large(torch_books: No
     assert pool.stats().overshoot_bytes == 0
 
 
+class SavesWhatItMakes(torch.autograd.Function):
+    """As a compiled block does: what it made is packed after its last request."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x * 2)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (made,) = ctx.saved_tensors
+        product: Tensor = gradient * made
+        return product
+
+
+def test_what_is_planned_to_leave_is_copied_out_from_the_next_request_on(torch_books: None) -> None:
+    x = torch.ones(8 * MIB, device="cuda", requires_grad=True)
+    pool = budget_on_torch("native")  # for three of the six that are saved
+    copied = []
+    for _ in range(STEPS + 1):
+        with pool:
+            loss: Tensor = SavesWhatItMakes.apply(x)
+            before = pool.stats().write_backs
+            torch.empty(MIB, device="cuda")
+            copied.append(pool.stats().write_backs - before)
+            for _ in range(5):
+                loss = loss + SavesWhatItMakes.apply(x)
+        loss.backward()
+        assert x.grad is not None
+        assert bool((x.grad == 12).all())
+        x.grad = None
+    assert (copied[0], copied[-1]) == (0, 1)
+
+
 def test_native_and_mempool_pools_take_turns(torch_books: None) -> None:
     model, x = mlp(), rows()
     expected = one_step(model, x)

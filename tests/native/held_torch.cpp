@@ -50,7 +50,7 @@ TorchSide table_of(bool triggers) {
   };
   side.drop = [](void* storage) { g_torch->drop(storage_of(storage)); };
   side.make = [](int, Bytes bytes, driver::Stream stream, bool quiet, HeldStorage* held) {
-    Storage* made = g_torch->make(bytes, stream, quiet);
+    Storage* made = g_torch->make_for_engine(bytes, stream, quiet);
     if (made != nullptr) {
       *held = {made, made, made->address, bytes, stream};
     }
@@ -96,6 +96,13 @@ void FakeTorch::tell(CacheEvent::Kind kind, Address address, Bytes bytes, Addres
 }
 
 Storage* FakeTorch::make(Bytes bytes, driver::Stream stream, bool quiet) {
+  if (tells && triggers_ && !quiet && (Runtime::awaits().load() & 1) != 0) {
+    runtime_.asks();
+  }
+  return make_for_engine(bytes, stream, quiet);
+}
+
+Storage* FakeTorch::make_for_engine(Bytes bytes, driver::Stream stream, bool quiet) {
   Address address = 0;
   if (!allocate(bytes, stream, quiet, &address)) {
     return nullptr;

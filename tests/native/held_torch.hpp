@@ -42,6 +42,8 @@ class FakeTorch {
 
   // A storage with one reference, from this thread's pool. Null: out of memory.
   Storage* make(Bytes bytes, driver::Stream stream, bool quiet = false);
+  // The same where the engine asks, which no request tells of.
+  Storage* make_for_engine(Bytes bytes, driver::Stream stream, bool quiet);
   static void hold(Storage* storage) { ++storage->references; }
   void drop(Storage* storage);
   // storage.resize_(0), and to another size again: other memory, the same storage.
@@ -52,7 +54,7 @@ class FakeTorch {
   // What torch has cached on other devices goes back first, in the same call.
   std::function<void()> release_others = [] {};
   bool expandable = false;            // from the first request on
-  bool tells = true;                  // how much a request asks for
+  bool tells = true;                  // of requests, and how much they are for
   std::atomic<bool> blocked{false};   // as torch is while it records a history
   std::atomic<double> fraction{1.0};  // what the engine has set; nothing here keeps to it
   // From here on this thread allocates from that pool. Segments of those named by `use_segments`

@@ -248,6 +248,31 @@ TEST("not told for what, a miss under a plan lets go of what the request needs, 
   rig.verify_empty();
 }
 
+// Of the next step: what is saved at once and dropped before the next request.
+TEST("what is planned to leave is copied out from the first request after its last owner on") {
+  for (const bool tells : {true, false}) {
+    HeldRig rig({.classes = {{kHeldBlock}, {24}}, .host_limit = 127_MiB});
+    const driver::Stream s = rig.stream();
+    for (int i = 0; i < 3; ++i) {
+      step(rig, s, 36);
+    }
+    rig.torch.tells = tells;
+    rig.budget(124_MiB, 100_MiB);
+    const HeldTensor first = rig.make(kHeldBlock, s);
+    std::vector<SavedTensor> saved{rig.save(first)};
+    rig.drop(first);
+    const Counters before = rig.counters();
+    CHECK_EQ(before.retained, 0);
+    const HeldTensor next = rig.make(kHeldBlock, s);
+    CHECK_EQ(rig.counters().retained, tells ? kHeldBlock : 0);
+    CHECK_EQ(rig.counters().write_backs - before.write_backs, tells ? 1 : 0);
+    rig.drop(next);
+    rig.runtime->clear_budget();
+    rig.back_all(saved, s);
+    rig.verify_empty();
+  }
+}
+
 TEST("told for what, a miss lets go of what the request needs in steps that are not known too") {
   HeldRig rig({.classes = {{kHeldBlock}, {64}}, .host_limit = 512_MiB});
   const driver::Stream s = rig.stream();

@@ -37,6 +37,9 @@ void expect(bool right, const char* what) {
 
 void nothing(void*) {}
 
+int g_asked = 0;
+void asked() { ++g_asked; }
+
 struct Torchs final : caching::CUDAAllocator {
   hook::Asked seen;
   bool full = false;
@@ -104,7 +107,7 @@ struct Torchs final : caching::CUDAAllocator {
 int main() {
   auto& torchs = *new Torchs;
   caching::allocator.store(&torchs);
-  hook::tell_requests();
+  hook::tell_requests(&asked);
   expect(caching::get() != &torchs, "nothing is in front of torch's allocator");
 
   const auto stream = reinterpret_cast<cudaStream_t>(std::uintptr_t{16});
@@ -115,6 +118,12 @@ int main() {
   caching::raw_alloc_with_stream(300, stream);
   expect(torchs.seen.bytes == 300 && torchs.seen.stream == stream, "the stream is not told");
   expect(hook::t_asked.bytes == 0, "a request outlived its call");
+  expect(g_asked == 3, "not each request is told of before");
+  {
+    const hook::Request engines({.bytes = 100});
+    caching::raw_alloc(100);
+  }
+  expect(g_asked == 3, "the engine is told of its own request");
   torchs.full = true;
   try {
     caching::raw_alloc(400);
@@ -136,7 +145,7 @@ int main() {
   hook::tell_no_more();
   expect(caching::get() == &torchs, "torch's allocator is not back in its place");
   hook::tell_no_more();
-  hook::tell_requests();
+  hook::tell_requests(&asked);
   caching::allocator.store(&torchs);  // somebody else's
   hook::tell_no_more();
   expect(caching::get() == &torchs, "somebody else's allocator was taken away");
