@@ -451,6 +451,23 @@ bool CacheMap::fits_beside(const Owner& owner, Bytes bytes, Bytes kept) {
          std::next(fit) != found->second.end();
 }
 
+bool CacheMap::both_fit(const Owner& owner, Bytes bytes, Bytes other) {
+  const Lock lock(mutex_);
+  const auto found = holes_.find(owner);
+  if (found == holes_.end() || found->second.empty()) {
+    return false;
+  }
+  const auto& holes = found->second;
+  auto fit = holes.lower_bound(bytes);
+  fit = fit == holes.end() ? std::prev(fit) : fit;
+  if (*fit >= bytes && *fit - bytes >= other) {
+    return true;
+  }
+  auto beside = holes.lower_bound(other);
+  beside = beside == fit ? std::next(beside) : beside;
+  return beside != holes.end();
+}
+
 Bytes CacheMap::releasable() {
   const Lock lock(mutex_);
   return releasable_;

@@ -110,6 +110,9 @@ class CacheMap {
   // Whether torch has a hole of `kept` bytes left beside the one that so many bytes would take: the
   // smallest that holds them.
   bool fits_beside(const Owner& owner, Bytes bytes, Bytes kept);
+  // Whether there are holes for both at once. Where none has `bytes`, the largest is part of what
+  // would be made one.
+  bool both_fit(const Owner& owner, Bytes bytes, Bytes other);
   // The largest of all that release_cached would give back, and whose it is.
   struct Hole {
     Owner owner;

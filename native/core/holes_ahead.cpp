@@ -10,9 +10,19 @@ void HolesAhead::lacked(std::uint32_t trace, const Hole& hole) {
     Known& known = found->second;
     known.hole.bytes = std::max(known.hole.bytes, hole.bytes);
     known.hole.owner = hole.owner;
-    known.ahead += kEarlier;
+    if (std::exchange(known.postponed, false)) {
+      known.hole.first = true;
+    } else {
+      known.ahead += kEarlier;
+    }
   } else if (known_.size() > kMost) {
     known_.erase(known_.begin());
+  }
+}
+
+void HolesAhead::postponed(std::uint32_t trace, const Hole& hole) {
+  if (const auto found = known_.find({trace, hole.place}); found != known_.end()) {
+    found->second.postponed = !found->second.hole.first;
   }
 }
 

@@ -15,6 +15,7 @@ class HolesAhead {
     std::size_t place = 0;  // of the request: so many records were saved or asked for before it
     Bytes bytes = 0;
     CacheMap::Owner owner;
+    bool first = false;  // before requests that come earlier
   };
   // No hole could be made for this one, in a step that repeats the trace. Each time it is wanted
   // earlier: nobody knows when the last stretch that would do is broken up.
@@ -22,6 +23,8 @@ class HolesAhead {
   // The next one that is wanted by now, of those from place `from` on; null without any. `soon`:
   // it is worth making others leave for it.
   const Hole* wanted(std::uint32_t trace, std::size_t now, std::size_t from, bool* soon) const;
+  // It was not made, for a request that comes earlier. Where it is lacked then, it comes first.
+  void postponed(std::uint32_t trace, const Hole& hole);
   bool empty() const { return known_.empty(); }
 
  private:
@@ -33,6 +36,7 @@ class HolesAhead {
   struct Known {
     Hole hole;
     std::size_t ahead = 1;
+    bool postponed = false;
   };
   std::map<std::pair<std::uint32_t, std::size_t>, Known> known_;  // by trace and place
 };

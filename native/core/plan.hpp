@@ -185,6 +185,8 @@ class Plan {
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;
+  // How many records were asked for so far: next_use counts on from there.
+  Use uses() const { return uses_; }
   // Whether the order of use is known for the record's step.
   bool knows(Place place) const;
   // The record of the same step that is asked for next after this one; false where there is none.

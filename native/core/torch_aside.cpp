@@ -18,7 +18,8 @@ void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
 }
 
 // At a save or unpack. What blocks of torch's own would break up until the request comes is taken
-// from torch until then; what is in the way leaves. Not where live memory needs the bytes.
+// from torch until then; what is in the way leaves. Not where live memory needs the bytes, nor
+// while a request comes before that would have to make others leave for want of them.
 void TorchStore::set_aside(Entry& entry) {
   if (ahead_.empty()) {
     return;
@@ -42,6 +43,11 @@ void TorchStore::set_aside(Entry& entry) {
     return;
   }
   const HolesAhead::Hole hole = *wanted;
+  const Bytes before = d_.plan.largest_ahead(hole.place - std::min(hole.place, place));
+  if (!hole.first && before > kSmallLimit && !cache_.both_fit(hole.owner, hole.bytes, before)) {
+    ahead_.postponed(d_.plan.repeats(), hole);
+    return;
+  }
   if (cache_.largest_hole(hole.owner) < hole.bytes) {
     look_at_cache(hole.owner);
     const Window window = choose_window(sight_.candidates, hole.bytes, d_.plan.with_weights());
@@ -87,11 +93,16 @@ bool TorchStore::serves_here(const CacheMap::Owner& owner) {
   return found == owner;
 }
 
-// A miss that is for what was set aside.
-bool TorchStore::take_aside(Bytes request, const CacheMap::Owner& owner) {
-  const bool its = aside_.storage != nullptr && request > kSmallLimit && request <= aside_.bytes &&
-                   owner == hole_.owner && d_.plan.place() >= hole_.place;
-  return its && end_aside();
+// Whether what is set aside is for a request at this place.
+bool TorchStore::has_hole_here() const {
+  return aside_.storage != nullptr && d_.plan.place() >= hole_.place;
+}
+
+// A miss that is for what was set aside, and not for less that comes at the same place.
+bool TorchStore::take_aside(Bytes request, Bytes told, const CacheMap::Owner& owner) {
+  const Bytes least = told != 0 ? aside_.bytes - aside_.bytes / 8 : kSmallLimit + 1;
+  return has_hole_here() && request >= least && request <= aside_.bytes && owner == hole_.owner &&
+         end_aside();
 }
 
 bool TorchStore::end_aside() {

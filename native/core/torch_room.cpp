@@ -58,7 +58,8 @@ Bytes TorchStore::request_of(Bytes told) const {
   if (OwnRequest::here() != 0) {
     return OwnRequest::here();
   }
-  return told != 0 && d_.plan.guesses() ? told : std::max(told, d_.plan.expected_request());
+  const bool alone = d_.plan.guesses() || has_hole_here();
+  return told != 0 && alone ? told : std::max(told, d_.plan.expected_request());
 }
 
 bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
@@ -93,7 +94,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
   const Bytes between = std::max(d_.budget.high - d_.budget.low, kUnknownRequest);
   const Bytes growth = std::max(known == 0 ? between : 0, request != 0 ? growth_for(request) : 0);
   const CacheMap::Owner owner = owner_here(stream);
-  if (take_aside(request, owner)) {
+  if (take_aside(request, told, owner)) {
     return true;
   }
   const Bytes all = roof_of_driver(growth, d_.ceiling());
@@ -175,6 +176,8 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner, Bytes request, Byte
     } else if (stretch.of_owner && block != nullptr && block->record != nullptr &&
                block->record->filed.at_all) {
       candidate = candidate_of(*block, out);
+      const Plan::Use use = block->record->filed.use;
+      candidate.near = nearness(use - std::min(use, d_.plan.uses()));
     }
     candidate.size = stretch.bytes;
     candidate.idle = idle;

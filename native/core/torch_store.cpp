@@ -18,6 +18,7 @@ constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
 constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
+constexpr Bytes kEmptied = 8;             // a part of the target that is not mapped
 constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
 }  // namespace
 
@@ -337,10 +338,15 @@ bool TorchStore::begin_step(Bytes target) {
   // something had to leave for want of room, it goes back.
   squeezed_ =
       std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
-  const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
-  anew_ = std::exchange(start_anew_, false) || aside;
-  return (d_.counters.mapped > target || anew_) &&
-         (cache_.releasable() > 0 || segments_.has_free_piece());
+  const bool had_pool = segments_.step_had_pool();
+  const bool aside = had_pool && squeezed_ && cache_.releasable() >= kAside;
+  // What the program has given back since would be mapped again a request at a time, in pieces that
+  // hold no larger one.
+  const bool emptied = !had_pool && squeezed_ && !cache_.pages().empty() &&
+                       fits_under(d_.counters.mapped + room_for_small(), target / kEmptied, target);
+  anew_ = std::exchange(start_anew_, false) || aside || emptied;
+  return emptied || ((d_.counters.mapped > target || anew_) &&
+                     (cache_.releasable() > 0 || segments_.has_free_piece()));
 }
 
 void TorchStore::end_step() {

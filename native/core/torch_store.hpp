@@ -142,7 +142,8 @@ class TorchStore final : public Store {
   // torch_aside.cpp
   void lacked(Bytes request, const CacheMap::Owner& owner);
   void set_aside(Entry& entry);
-  bool take_aside(Bytes request, const CacheMap::Owner& owner);
+  bool has_hole_here() const;
+  bool take_aside(Bytes request, Bytes told, const CacheMap::Owner& owner);
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   Bytes map_whole(Entry& entry, Bytes target);

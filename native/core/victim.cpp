@@ -39,6 +39,7 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies
   Window best;
   SlidingMaximum ages(&Candidate::age);
   SlidingMaximum copies(&Candidate::copy);
+  SlidingMaximum nears(&Candidate::near);
   Bytes held = 0;
   Bytes victim_bytes = 0;
   std::size_t victim_count = 0;
@@ -48,6 +49,7 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies
     if (last.kind == Candidate::Kind::wall) {
       ages.clear();
       copies.clear();
+      nears.clear();
       held = victim_bytes = 0;
       victim_count = 0;
       begin = end + 1;
@@ -56,6 +58,7 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies
     const bool is_victim = last.kind == Candidate::Kind::victim;
     if (is_victim) {
       ages.enter(blocks, end);
+      nears.enter(blocks, end);
     }
     copies.enter(blocks, end);
     held += last.size;
@@ -65,12 +68,14 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies
       const std::uint64_t soonest = ages.value(blocks);
       const std::uint64_t copy = copies.value(blocks);
       const std::uint64_t wait = copies_first && soonest == 0 ? copy : 0;
-      const WindowCost cost{victim_count > 0, soonest, wait, victim_bytes, copy, held};
+      const WindowCost cost{victim_count > 0, soonest, wait, nears.value(blocks),
+                            victim_bytes,     copy,    held};
       if (!best.found || cost < best.cost) {
         best = {begin, end + 1, true, victim_count, cost};
       }
       const bool victim_leaves = blocks[begin].kind == Candidate::Kind::victim;
       ages.leave(begin);
+      nears.leave(begin);
       copies.leave(begin);
       held -= blocks[begin].size;
       victim_bytes -= victim_leaves ? blocks[begin].size : 0;

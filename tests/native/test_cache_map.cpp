@@ -142,6 +142,23 @@ TEST("the largest hole of all is one that torch would give back") {
   CHECK_EQ(map.largest_hole().bytes, 10_MiB);
 }
 
+TEST("two requests have a hole each, or not; what lacks one is made of the largest") {
+  Map map;
+  const auto fit = [&](Bytes bytes, Bytes other) {
+    return map.both_fit(CacheMap::Owner{map.stream, map.pool}, bytes, other);
+  };
+  CHECK(!fit(4_MiB, 2_MiB));
+  map.segment(0, 40_MiB);
+  CHECK(fit(20_MiB, 20_MiB));
+  CHECK(!fit(20_MiB, 24_MiB));
+  CHECK(!fit(50_MiB, 24_MiB));
+  map.segment(60_MiB, 24_MiB);
+  CHECK(fit(20_MiB, 24_MiB));
+  CHECK(fit(40_MiB, 24_MiB));
+  CHECK(fit(50_MiB, 24_MiB));
+  CHECK(!fit(50_MiB, 28_MiB));
+}
+
 TEST("what torch would put into its smallest hole leaves another one beside it, or not") {
   Map map;
   const auto fits = [&](Bytes bytes, Bytes kept) {

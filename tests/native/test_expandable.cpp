@@ -73,6 +73,27 @@ TEST("a hole that was lacking is wanted earlier each time") {
   CHECK_EQ(wanted(holes, 1, 21, 21), 0);
 }
 
+TEST("a hole that waited for another request, and was lacking, comes before that from then on") {
+  HolesAhead holes;
+  const HolesAhead::Hole hole{20, kPage, {}};
+  const auto first = [&](std::size_t now) {
+    bool soon = false;
+    const HolesAhead::Hole* found = holes.wanted(1, now, 0, &soon);
+    return found != nullptr && found->first;
+  };
+  holes.lacked(1, hole);
+  holes.lacked(1, hole);
+  CHECK(!first(19));
+  holes.postponed(1, hole);
+  CHECK(!first(19));
+  holes.lacked(1, hole);
+  CHECK(first(19));
+  CHECK_EQ(wanted(holes, 1, 17), 20);
+  CHECK_EQ(wanted(holes, 1, 16), 0);  // no earlier than it was: that is not why it lacked
+  holes.lacked(1, hole);
+  CHECK_EQ(wanted(holes, 1, 15), 20);
+}
+
 TEST("a hole that is lacking however early it is made is given up") {
   HolesAhead holes;
   for (int i = 0; i < 40; ++i) {

@@ -51,6 +51,22 @@ TEST("where all leave in any case, and copies count first, nobody waits for a la
            0);  // these would stay: each byte counts
 }
 
+TEST("where all leave in any case, those that would have to come back at once leave last") {
+  const auto away = [](Bytes size, std::uint64_t uses) {
+    Candidate one = victim(size, 0);
+    one.near = nearness(uses);
+    return one;
+  };
+  expect({away(8, 3), wall(), away(16, 40)}, 8, 2, 3);
+  expect({away(8, 3), wall(), away(16, 4)}, 8, 2, 3);
+  expect({away(16, 6), wall(), away(8, 5)}, 8, 2, 3);     // about as soon: the fewer bytes
+  expect({away(16, 400), wall(), away(8, 33)}, 8, 2, 3);  // none soon
+  expect({away(4, 90), away(4, 2), wall(), away(16, 9)}, 8, 3, 4);
+  Candidate stays = away(8, 50);
+  stays.age = 1;
+  expect({stays, wall(), away(8, 1)}, 8, 2, 3);  // what would stay stays
+}
+
 TEST("a run never crosses a wall") {
   CHECK(!choose_window(std::vector<Candidate>{idle(7), wall(1), idle(7)}, 8).found);
 }

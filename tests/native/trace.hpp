@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <fstream>
+#include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -41,6 +43,29 @@ inline std::vector<Event> read_trace(const std::string& name) {
     events.push_back(event);
   }
   return events;
+}
+
+// Without the records of small tensors, which a pool passes through (Books::ignore): a step has
+// fewer places then. Their memory is freed as if nobody had saved them.
+inline std::vector<Event> without_small(const std::vector<Event>& events) {
+  std::map<std::uint64_t, bool> small;  // records
+  std::set<std::uint64_t> aliases;      // of those
+  std::vector<Event> rest;
+  for (const Event& event : events) {
+    if (event.kind == 's') {
+      small.try_emplace(event.a, event.last - event.first < kSmallCopy);
+    }
+    const bool of_record = event.kind == 's' || event.kind == 'h' || event.kind == 'u';
+    const bool goes =
+        of_record ? small.at(event.a) : event.kind == 'd' && aliases.count(event.a) != 0;
+    if (goes && event.kind == 'u') {
+      aliases.insert(event.b);
+    }
+    if (!goes) {
+      rest.push_back(event);
+    }
+  }
+  return rest;
 }
 
 // The streams that allocations name; all but the compute stream are made as they come.
