@@ -4,13 +4,13 @@
 
 namespace stagehand::core {
 
-void HolesAhead::lacked(std::uint32_t trace, const Hole& hole) {
+void HolesAhead::lacked(std::uint32_t trace, const Hole& hole, std::uint32_t step) {
   const auto [found, added] = known_.try_emplace({trace, hole.place}, Known{hole});
   if (!added) {
     Known& known = found->second;
     known.hole.bytes = std::max(known.hole.bytes, hole.bytes);
     known.hole.owner = hole.owner;
-    if (std::exchange(known.postponed, false)) {
+    if (!known.hole.first && known.postponed_in == step) {
       known.hole.first = true;
     } else {
       known.ahead += kEarlier;
@@ -20,9 +20,9 @@ void HolesAhead::lacked(std::uint32_t trace, const Hole& hole) {
   }
 }
 
-void HolesAhead::postponed(std::uint32_t trace, const Hole& hole) {
+void HolesAhead::postponed(std::uint32_t trace, const Hole& hole, std::uint32_t step) {
   if (const auto found = known_.find({trace, hole.place}); found != known_.end()) {
-    found->second.postponed = !found->second.hole.first;
+    found->second.postponed_in = step;
   }
 }
 

@@ -19,12 +19,13 @@ class HolesAhead {
   };
   // No hole could be made for this one, in a step that repeats the trace. Each time it is wanted
   // earlier: nobody knows when the last stretch that would do is broken up.
-  void lacked(std::uint32_t trace, const Hole& hole);
+  void lacked(std::uint32_t trace, const Hole& hole, std::uint32_t step);
   // The next one that is wanted by now, of those from place `from` on; null without any. `soon`:
   // it is worth making others leave for it.
   const Hole* wanted(std::uint32_t trace, std::size_t now, std::size_t from, bool* soon) const;
-  // It was not made, for a request that comes earlier. Where it is lacked then, it comes first.
-  void postponed(std::uint32_t trace, const Hole& hole);
+  // In this step it is not made yet, for a request that comes earlier; 0: it is made now. Where it
+  // is lacking in the same step, it comes first from then on.
+  void postponed(std::uint32_t trace, const Hole& hole, std::uint32_t step);
   bool empty() const { return known_.empty(); }
 
  private:
@@ -36,7 +37,7 @@ class HolesAhead {
   struct Known {
     Hole hole;
     std::size_t ahead = 1;
-    bool postponed = false;
+    std::uint32_t postponed_in = 0;  // a step
   };
   std::map<std::pair<std::uint32_t, std::size_t>, Known> known_;  // by trace and place
 };

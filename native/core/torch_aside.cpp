@@ -13,7 +13,7 @@ namespace stagehand::core {
 void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
   cache_.lacks_pages(owner);
   if (sight_.runs == 1 && request > kSmallLimit && d_.plan.repeats() != 0) {
-    ahead_.lacked(d_.plan.repeats(), {d_.plan.place(), request, owner});
+    ahead_.lacked(d_.plan.repeats(), {d_.plan.place(), request, owner}, d_.books.step());
   }
 }
 
@@ -45,7 +45,7 @@ void TorchStore::set_aside(Entry& entry) {
   const HolesAhead::Hole hole = *wanted;
   const Bytes before = d_.plan.largest_ahead(hole.place - std::min(hole.place, place));
   if (!hole.first && before > kSmallLimit && !cache_.both_fit(hole.owner, hole.bytes, before)) {
-    ahead_.postponed(d_.plan.repeats(), hole);
+    ahead_.postponed(d_.plan.repeats(), hole, d_.books.step());
     return;
   }
   if (cache_.largest_hole(hole.owner) < hole.bytes) {
@@ -72,7 +72,8 @@ void TorchStore::set_aside(Entry& entry) {
     return;
   }
   if (made) {
-    end_aside();  // of another thread that was here meanwhile
+    end_aside();                                   // of another thread that was here meanwhile
+    ahead_.postponed(d_.plan.repeats(), hole, 0);  // no more
     aside_ = held;
     hole_ = hole;
     hole_step_ = d_.books.step();
@@ -125,6 +126,12 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
   const Unlocked unlocked(entry);
   const Bytes peak = cache_.usage().allocated_peak;
   Bytes released = release_cached().value_or(0);
+  std::size_t driver_free = 0;
+  std::size_t total = 0;
+  if (d_.gate.table().mem_get_info(&driver_free, &total) ==
+      driver::kSuccess) {  // others use it too
+    target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
+  }
   std::vector<CacheMap::Pages> owners = cache_.pages();
   std::sort(owners.begin(), owners.end(),
             [](const auto& one, const auto& other) { return one.peak < other.peak; });

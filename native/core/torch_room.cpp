@@ -354,6 +354,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     look = d_.weights.make_way(true, last) != 0;
     return look;
   };
+  // Before torch grows above the ceiling, or runs out of memory.
+  const auto aside_leaves = [&] { return look = end_aside(); };
   // What torch has mapped if it gives back all that it can.
   const auto kept = [&] {
     const Bytes releasable = can_release() ? sight_.releasable : 0;
@@ -377,7 +379,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
       }
       if (window.found && window.victims > 0) {
         look = d_.room.helped(entry, evict_window(window, attempt), attempt);
-        if (look || weights_leave(true)) {
+        if (look || weights_leave(true) || aside_leaves()) {
           continue;
         }
         break;
@@ -411,7 +413,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     if (!can_release()) {
       // What no run of victims makes room for, no victim does: once all owners were asked.
       if (std::exchange(asked, true)) {
-        if (weights_leave(true)) {
+        if (weights_leave(true) || aside_leaves()) {
           continue;
         }
         break;
@@ -423,7 +425,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
     const Evicted result = evict_last(owner.pool != CacheMap::Owner{}.pool, attempt);
     const std::uint64_t turn = d_.gate.turn();
     if (!d_.room.helped(entry, result, attempt)) {
-      if (weights_leave(true)) {
+      if (weights_leave(true) || aside_leaves()) {
         continue;
       }
       break;

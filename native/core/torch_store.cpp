@@ -17,8 +17,8 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
-constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
-constexpr Bytes kEmptied = 8;             // a part of the target that is not mapped
+constexpr Bytes kAside = 20_MiB;  // less of it is not worth the wait
+constexpr Bytes kEmptied = 8;     // a part of the target: less went back, and it matters less
 constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
 }  // namespace
 
@@ -338,12 +338,11 @@ bool TorchStore::begin_step(Bytes target) {
   // something had to leave for want of room, it goes back.
   squeezed_ =
       std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
-  const bool had_pool = segments_.step_had_pool();
-  const bool aside = had_pool && squeezed_ && cache_.releasable() >= kAside;
-  // What the program has given back since would be mapped again a request at a time, in pieces that
-  // hold no larger one.
-  const bool emptied = !had_pool && squeezed_ && !cache_.pages().empty() &&
-                       fits_under(d_.counters.mapped + room_for_small(), target / kEmptied, target);
+  const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
+  // What the program has given back since that step would be mapped again a request at a time, in
+  // pieces that hold no larger one. A MemPool has segments of its own.
+  const bool emptied = squeezed_ && segments_.newest() == MemPoolSegments::Pool{} &&
+                       fits_under(cache_.usage().reserved, target / kEmptied, reserved_at_end_);
   anew_ = std::exchange(start_anew_, false) || aside || emptied;
   return emptied || ((d_.counters.mapped > target || anew_) &&
                      (cache_.releasable() > 0 || segments_.has_free_piece()));
@@ -351,6 +350,7 @@ bool TorchStore::begin_step(Bytes target) {
 
 void TorchStore::end_step() {
   end_aside();
+  reserved_at_end_ = cache_.usage().reserved;
   route_.set_needed(false);
   cache_.set_mark(kUnlimited);
   // What the first step has left free is not for the optimizer's state to lie in.

@@ -175,6 +175,7 @@ class TorchStore final : public Store {
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
   Bytes evicted_at_entry_ = 0;      // evicted bytes then
+  Bytes reserved_at_end_ = 0;       // torch's when the step before ended
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
   bool cut_ = false;                // it did so for what a first step had cut: once

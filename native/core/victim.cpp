@@ -68,8 +68,8 @@ Window choose_window(std::span<const Candidate> blocks, Bytes bytes, bool copies
       const std::uint64_t soonest = ages.value(blocks);
       const std::uint64_t copy = copies.value(blocks);
       const std::uint64_t wait = copies_first && soonest == 0 ? copy : 0;
-      const WindowCost cost{victim_count > 0, soonest, wait, nears.value(blocks),
-                            victim_bytes,     copy,    held};
+      const std::uint64_t near = soonest == 0 ? nears.value(blocks) : 0;
+      const WindowCost cost{victim_count > 0, soonest, wait, near, victim_bytes, copy, held};
       if (!best.found || cost < best.cost) {
         best = {begin, end + 1, true, victim_count, cost};
       }

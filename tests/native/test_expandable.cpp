@@ -64,10 +64,10 @@ std::size_t wanted(const HolesAhead& holes, std::uint32_t trace, std::size_t now
 TEST("a hole that was lacking is wanted earlier each time") {
   HolesAhead holes;
   CHECK(holes.empty());
-  holes.lacked(1, {20, kPage, {}});
+  holes.lacked(1, {20, kPage, {}}, 1);
   CHECK_EQ(wanted(holes, 1, 18), 0);
   CHECK_EQ(wanted(holes, 1, 19), 20);
-  holes.lacked(1, {20, kPage, {}});
+  holes.lacked(1, {20, kPage, {}}, 1);
   CHECK_EQ(wanted(holes, 1, 17), 20);
   CHECK_EQ(wanted(holes, 2, 19), 0);
   CHECK_EQ(wanted(holes, 1, 21, 21), 0);
@@ -81,30 +81,34 @@ TEST("a hole that waited for another request, and was lacking, comes before that
     const HolesAhead::Hole* found = holes.wanted(1, now, 0, &soon);
     return found != nullptr && found->first;
   };
-  holes.lacked(1, hole);
-  holes.lacked(1, hole);
+  holes.lacked(1, hole, 1);
+  holes.lacked(1, hole, 2);
+  holes.postponed(1, hole, 3);
+  holes.postponed(1, hole, 0);  // and made in the same step
+  holes.postponed(1, hole, 4);
+  holes.lacked(1, hole, 5);  // in another one: for another reason
   CHECK(!first(19));
-  holes.postponed(1, hole);
-  CHECK(!first(19));
-  holes.lacked(1, hole);
-  CHECK(first(19));
-  CHECK_EQ(wanted(holes, 1, 17), 20);
-  CHECK_EQ(wanted(holes, 1, 16), 0);  // no earlier than it was: that is not why it lacked
-  holes.lacked(1, hole);
   CHECK_EQ(wanted(holes, 1, 15), 20);
+  CHECK_EQ(wanted(holes, 1, 14), 0);
+  holes.postponed(1, hole, 6);
+  holes.lacked(1, hole, 6);
+  CHECK(first(19));
+  CHECK_EQ(wanted(holes, 1, 14), 0);  // no earlier than it was: that is not why it lacked
+  holes.lacked(1, hole, 7);
+  CHECK_EQ(wanted(holes, 1, 13), 20);
 }
 
 TEST("a hole that is lacking however early it is made is given up") {
   HolesAhead holes;
   for (int i = 0; i < 40; ++i) {
-    holes.lacked(1, {200, kPage, {}});
+    holes.lacked(1, {200, kPage, {}}, 1);
   }
   CHECK_EQ(wanted(holes, 1, 199), 0);
 }
 
 TEST("where nothing has to leave for it, a hole is taken some places before") {
   HolesAhead holes;
-  holes.lacked(1, {20, kPage, {}});
+  holes.lacked(1, {20, kPage, {}}, 1);
   bool soon = true;
   CHECK(holes.wanted(1, 15, 0, &soon) != nullptr);
   CHECK(!soon);

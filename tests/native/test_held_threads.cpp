@@ -200,6 +200,20 @@ TEST("threads that run out of memory go on, and the others' bytes stay right") {
   }
 }
 
+TEST("what can be left out does not wait for a thread that is in the engine") {
+  Gate gate{sim::table()};
+  Entry entry(gate);
+  const auto elsewhere = [&] {
+    bool open = false;
+    std::thread([&] { open = Entry(gate, std::try_to_lock).open(); }).join();
+    return open;
+  };
+  CHECK(!elsewhere());
+  entry.close();
+  CHECK(elsewhere());
+  CHECK(elsewhere());  // and gives the lock back
+}
+
 TEST("without the trigger threads finish too") {
   for (std::uint64_t seed = 0; seed < 3; ++seed) {
     HeldRig rig({.seed = seed}, false);

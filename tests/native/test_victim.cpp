@@ -65,6 +65,11 @@ TEST("where all leave in any case, those that would have to come back at once le
   Candidate stays = away(8, 50);
   stays.age = 1;
   expect({stays, wall(), away(8, 1)}, 8, 2, 3);  // what would stay stays
+  Candidate large = away(9, 50);
+  large.age = 1;
+  stays.size = 4;
+  // Both with what would stay, in the middle: then each byte counts, whatever leaves beside it.
+  expect({large, stays, away(4, 1)}, 8, 1, 3);
 }
 
 TEST("a run never crosses a wall") {
