@@ -330,7 +330,10 @@ Bytes Plan::expected_request() const {
   }
   const Step& step = *now_;
   if (!step.kin) {
-    return step.trace->request_at(place());
+    const Bytes largest = step.trace->request_at(place());
+    const std::vector<Bytes>& seen = step.seen.requests;
+    const Bytes came = seen.size() == place() + 1 ? seen.back() : 0;
+    return came < largest ? largest : 0;
   }
   // So many were needed by where the newest of them stands in the trace.
   const bool none = step.newest_needed == KnownRecord::kNever;

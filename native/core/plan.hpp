@@ -72,7 +72,7 @@ class Plan {
   // The largest request since the last record was saved, or asked for by backward.
   void requested(Bytes largest);
   // What that will be when the next one is, by the last two such steps. Where they asked for
-  // nothing then, what they asked for around it. 0 where nobody knows.
+  // nothing then, what they asked for around it. 0 where nobody knows, or it has come already.
   Bytes expected_request() const;
   // The largest of those of so many places from here on; 0 where that is a guess.
   Bytes largest_ahead(std::size_t places) const;
