@@ -10,8 +10,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/batch_norm_elemt.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cos.h>
+#include <ATen/ops/cudnn_batch_norm.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/gelu.h>
@@ -21,8 +23,10 @@
 #include <ATen/ops/mish.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/pow.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sin.h>
 #include <ATen/ops/softplus.h>
@@ -55,6 +59,7 @@ using namespace torch::autograd::generated;  // of each op
 constexpr std::size_t kInputs = FoundRecipe::kInputs;
 
 struct Recipe;
+struct InPlace;
 using Inputs = at::Tensor (&)[kInputs];
 
 // One op: what its node saved, and how it runs.
@@ -69,12 +74,14 @@ struct Op {
 
 struct Recipe {
   const Op* op = nullptr;
+  const InPlace* after = nullptr;  // what ran in place on the op's output; null for nothing
   std::uint32_t count = 0;
   PyObject* inputs[kInputs] = {};
   at::Scalar numbers[2];
+  at::Scalar after_number;
   std::string word;
-  at::Tensor leaf;  // what the node did not save of its inputs
-  std::uint32_t leaf_version = 0;
+  at::Tensor leaves[2];  // what the node did not save of its inputs
+  std::uint32_t leaf_versions[2] = {};
   std::uint32_t settings = 0;
   at::DimVector sizes;
   std::uint64_t bytes = 0;
@@ -101,11 +108,23 @@ struct Recipe {
   }
 };
 
-// The leaf that the node's n-th gradient is for, as it is now.
-at::Tensor leaf_of(const Node& node, std::size_t n) {
+// One op that writes its output over its input, and saves that.
+struct InPlace {
+  std::uint32_t kind;
+  const char* name;
+  void (*note)(Node& node, Recipe& recipe);
+  void (*run)(const Recipe& recipe, at::Tensor& made);
+};
+
+// Takes the leaf that the node's n-th gradient is for, as it is now. False: that is none.
+bool take_leaf(const Node& node, std::size_t n, Recipe& recipe, std::size_t place = 0) {
   auto* to = node.num_outputs() > n ? node.next_edge(n).function.get() : nullptr;
   auto* leaf = dynamic_cast<AccumulateGrad*>(to);
-  return leaf != nullptr ? leaf->variable.detach() : at::Tensor();
+  if (leaf != nullptr) {
+    recipe.leaves[place] = leaf->variable.detach();
+    recipe.leaf_versions[place] = leaf->variable._version();
+  }
+  return leaf != nullptr;
 }
 
 template <class Node_>
@@ -123,6 +142,27 @@ template <class Node_>
 bool note_matrices(Node& node, Recipe& recipe, PyTypeObject* handle) {
   auto& of = static_cast<Node_&>(node);
   return recipe.take(of.self_, handle) && recipe.take(of.mat2_, handle);
+}
+
+// In training only. Running statistics stay as they are: they are not given to what runs.
+template <class Node_>
+bool note_batch_norm(Node& node, Recipe& recipe, PyTypeObject* handle, double eps) {
+  auto& of = static_cast<Node_&>(node);
+  recipe.numbers[0] = eps;
+  return of.training && take_leaf(node, 1, recipe, 0) && take_leaf(node, 2, recipe, 1) &&
+         recipe.take(of.input_, handle) && recipe.take(of.result1_, handle) &&
+         recipe.take(of.result2_, handle);
+}
+
+// With the mean and the deviation that forward saved, where an op takes them: finding them reads
+// all of the input once more, with as many blocks of threads as there are channels.
+at::Tensor run_batch_norm(const Recipe& recipe, Inputs in) {
+  const at::Tensor& weight = recipe.leaves[0];
+  const at::Tensor& bias = recipe.leaves[1];
+  const double eps = recipe.numbers[0].toDouble();
+  return in[0].is_cuda()
+             ? at::batch_norm_elemt(in[0], weight, bias, in[1], in[2], eps)
+             : std::get<0>(at::native_batch_norm(in[0], weight, bias, {}, {}, true, 0, eps));
 }
 
 const std::unordered_map<std::type_index, Op>& ops() {
@@ -194,12 +234,45 @@ const std::unordered_map<std::type_index, Op>& ops() {
           auto& of = static_cast<AddmmBackward0&>(node);
           recipe.numbers[0] = of.beta;
           recipe.numbers[1] = of.alpha;
-          recipe.leaf = leaf_of(node, 0);
-          return recipe.leaf.defined() && recipe.take(of.mat1_, handle) &&
+          return take_leaf(node, 0, recipe) && recipe.take(of.mat1_, handle) &&
                  recipe.take(of.mat2_, handle);
         },
         [](const Recipe& recipe, Inputs in) {
-          return at::addmm(recipe.leaf, in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
+          return at::addmm(recipe.leaves[0], in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
+        }}},
+      {typeid(NativeBatchNormBackward0),
+       {15, "batch_norm", false,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          using Norm = NativeBatchNormBackward0;
+          return note_batch_norm<Norm>(node, recipe, handle, static_cast<Norm&>(node).eps);
+        },
+        &run_batch_norm}},
+      {typeid(CudnnBatchNormBackward0),
+       {16, "batch_norm", false,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          using Norm = CudnnBatchNormBackward0;
+          return note_batch_norm<Norm>(node, recipe, handle, static_cast<Norm&>(node).epsilon);
+        },
+        [](const Recipe& recipe, Inputs in) {
+          return std::get<0>(at::cudnn_batch_norm(in[0], recipe.leaves[0], recipe.leaves[1], {}, {},
+                                                  true, 0, recipe.numbers[0].toDouble()));
+        }}},
+  };
+  return all;
+}
+
+const std::unordered_map<std::type_index, InPlace>& in_place_ops() {
+  static const std::unordered_map<std::type_index, InPlace> all = {
+      {typeid(ReluBackward0),
+       {1, "relu_", [](Node&, Recipe&) {},
+        [](const Recipe&, at::Tensor& made) { at::relu_(made); }}},
+      {typeid(LeakyReluBackward1),
+       {2, "leaky_relu_",
+        [](Node& node, Recipe& recipe) {
+          recipe.after_number = static_cast<LeakyReluBackward1&>(node).negative_slope;
+        },
+        [](const Recipe& recipe, at::Tensor& made) {
+          at::leaky_relu_(made, recipe.after_number);
         }}},
   };
   return all;
@@ -231,24 +304,45 @@ void mix_tensor(std::uint32_t* word, const at::Tensor& tensor) {
   mix(word, tensor.strides().data(), tensor.strides().size() * sizeof(std::int64_t));
 }
 
+// Of those of one kind the time is that of their bytes.
+std::uint32_t kind_of(const Recipe& recipe) {
+  constexpr std::uint32_t kOps = 64;
+  return recipe.op->kind + (recipe.after != nullptr ? kOps * recipe.after->kind : 0);
+}
+
 // What a proof of it rests on, beside its inputs.
 std::uint32_t rests_on(const Recipe& recipe, const at::Tensor& made) {
   std::uint32_t word = stagehand::core::kMixed;
   mix(&word, recipe.settings);
   mix_tensor(&word, made);
-  for (const at::Scalar& number : recipe.numbers) {
+  for (const at::Scalar& number : {recipe.numbers[0], recipe.numbers[1], recipe.after_number}) {
     mix(&word, number.isComplex() ? 0.0 : number.to<double>());
   }
+  mix(&word, kind_of(recipe));
   mix(&word, recipe.word.data(), recipe.word.size());
-  if (recipe.leaf.defined()) {
-    mix_tensor(&word, recipe.leaf);
-    mix(&word, reinterpret_cast<std::uintptr_t>(recipe.leaf.data_ptr()) % 512);
+  for (const at::Tensor& leaf : recipe.leaves) {
+    if (leaf.defined()) {
+      mix_tensor(&word, leaf);
+      mix(&word, reinterpret_cast<std::uintptr_t>(leaf.data_ptr()) % 512);
+    }
   }
   return word;
 }
 
+template <class Op_>
+const Op_* known(const std::unordered_map<std::type_index, Op_>& all, const Node& node) {
+  const auto found = all.find(typeid(node));
+  return found != all.end() ? &found->second : nullptr;
+}
+
+Node* node_before(const Node& node) {
+  return node.num_outputs() > 0 ? node.next_edge(0).function.get() : nullptr;
+}
+
 // A view's storage is as its base was made. What was changed in place since is not what the node
-// made, and is told by the version.
+// made, and is told by the version: 0, or 1 after an op in place. Where that ran out of place, and
+// something else made it 1, its own save was of version 0 and had no recipe: so the record has
+// none.
 void find(void* object, void* handle, FoundRecipe* found) {
   try {
     const at::Tensor& given = THPVariable_Unpack(static_cast<PyObject*>(object));
@@ -258,22 +352,22 @@ void find(void* object, void* handle, FoundRecipe* found) {
       return;
     }
     Node* node = last.get();
-    const bool reshaped = typeid(*node) == typeid(UnsafeViewBackward0);
-    if (reshaped && node->num_outputs() == 1) {
-      node = node->next_edge(0).function.get();
-    }
-    if (node == nullptr) {
-      return;
-    }
-    Node& by = *node;
-    const auto op = ops().find(typeid(by));
-    if (op == ops().end() || made._version() != 0 || made.output_nr() != 0 ||
+    const InPlace* after = known(in_place_ops(), *node);
+    node = after != nullptr ? node_before(*node) : node;
+    const bool reshaped = node != nullptr && typeid(*node) == typeid(UnsafeViewBackward0);
+    node = reshaped ? node_before(*node) : node;
+    const Op* op = node != nullptr ? known(ops(), *node) : nullptr;
+    if (op == nullptr || made._version() != (after != nullptr ? 1 : 0) || made.output_nr() != 0 ||
         made.storage_offset() != 0 || !made.is_non_overlapping_and_dense()) {
       return;
     }
     auto recipe = std::make_unique<Recipe>();
-    recipe->op = &op->second;
-    if (!recipe->op->note(by, *recipe, static_cast<PyTypeObject*>(handle))) {
+    recipe->op = op;
+    recipe->after = after;
+    if (after != nullptr) {
+      after->note(*last, *recipe);
+    }
+    if (!op->note(*node, *recipe, static_cast<PyTypeObject*>(handle))) {
       return;
     }
     recipe->sizes = made.sizes();
@@ -281,12 +375,11 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->dtype = made.scalar_type();
     recipe->bytes = made.nbytes();
     recipe->reshaped = reshaped;
-    recipe->leaf_version = recipe->leaf.defined() ? recipe->leaf._version() : 0;
     recipe->settings = recipe->op->exact ? 0 : settings_now();
     found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
-                   recipe->op->kind, recipe->op->exact, rests_on(*recipe, made)};
-    found->leaf = recipe->leaf.defined();
-    found->op = recipe->op->name;
+                   kind_of(*recipe), recipe->op->exact, rests_on(*recipe, made)};
+    found->leaf = recipe->leaves[0].defined();
+    found->op = recipe->after != nullptr ? recipe->after->name : recipe->op->name;
     found->inputs = recipe->count;
     std::copy_n(recipe->inputs, recipe->count, found->input);
     found->recipe = recipe.release();
@@ -314,12 +407,18 @@ void* run(void* made_by, void* const* inputs, bool* differs) {
   const Unseen unseen;
   // Autocast chose the inputs' types before the node saw them.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::Tensor made = recipe.op->run(recipe, in);
+  at::Tensor made = recipe.op->run(recipe, in);
+  if (recipe.after != nullptr) {
+    recipe.after->run(recipe, made);
+  }
   const bool alike = recipe.reshaped
                          ? made.is_contiguous() && made.nbytes() == recipe.bytes
                          : made.sizes() == recipe.sizes && made.strides() == recipe.strides;
-  const bool changed = (recipe.leaf.defined() && recipe.leaf._version() != recipe.leaf_version) ||
-                       (!recipe.op->exact && settings_now() != recipe.settings);
+  bool changed = !recipe.op->exact && settings_now() != recipe.settings;
+  for (std::size_t i = 0; i < std::size(recipe.leaves); ++i) {
+    const at::Tensor& leaf = recipe.leaves[i];
+    changed |= leaf.defined() && leaf._version() != recipe.leaf_versions[i];
+  }
   if (!alike || changed || made.scalar_type() != recipe.dtype || made.storage_offset() != 0) {
     *differs = true;
     return nullptr;

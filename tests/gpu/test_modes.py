@@ -558,6 +558,44 @@ def test_backward_is_right_after_its_pool_is_gone(mode: str, torch_books: None) 
     assert settled() <= before
 
 
+def convolutions(dtype: torch.dtype, count: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(count):
+        layers += [
+            nn.Conv2d(64, 64, 3, padding=1, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+        ]
+    return nn.Sequential(*layers).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["torch", "cudnn"])
+@on_torch
+def test_what_relu_makes_in_place_of_batch_normalization_is_dropped_and_made_again(
+    mode: str, dtype: torch.dtype, torch_books: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits by torch's own kernels, in 32 by cuDNN's."""
+    import stagehand_alloc
+
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    model = convolutions(dtype)
+    x = torch.randn(16, 64, 96, 96, device="cuda", dtype=dtype)
+    expected = one_step(model, x)
+    start = settled()
+    torch.cuda.reset_peak_memory_stats()
+    one_step(model, x)
+    activations = torch.cuda.max_memory_allocated() - start
+    high = start + int(0.7 * activations)
+    pool = stagehand_alloc.pool(
+        high=high, low=high - activations // 10, mode=mode, recompute="nodes"
+    )
+    for _ in range(12):
+        assert one_step(model, x, pool) == expected
+    assert pool.stats().drops > 0
+    assert pool.stats().recomputes > 0
+
+
 # --- Streams and threads
 
 

@@ -391,3 +391,86 @@ def test_pools_made_anew_each_step_read_the_proofs_of_those_before(
             loss = model(torch.randn(4, 512, 192)).square().mean()
         loss.backward()
     assert proofs
+
+
+# --- Convolutions with batch normalization
+
+
+class Stack(nn.Module):
+    """The activation writes over what batch normalization makes, or makes another tensor of it."""
+
+    def __init__(self, activation: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs in (3, 8, 8, 8, 8, 8):
+            layers += [nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), activation()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def stack_steps(around: Around, activation: Callable[[], nn.Module]) -> list[Any]:
+    """Loss, gradients, running statistics and what was dropped of each step."""
+    torch.manual_seed(4)
+    model = Stack(activation)
+    found = []
+    for _ in range(6):
+        before = stagehand_alloc.stats()
+        model.zero_grad()
+        with around:
+            loss = model(torch.randn(4, 3, 128, 128)).square().mean()
+        loss.backward()
+        buffers = [digest(buffer) for buffer in model.buffers()]
+        found.append((digest(loss), gradients(model), buffers, counted(before).drops))
+    return found
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [lambda: nn.ReLU(inplace=True), lambda: nn.LeakyReLU(0.1, inplace=True), nn.SiLU],
+    ids=["relu_", "leaky_relu_", "silu"],
+)
+def test_batch_normalization_runs_again_and_its_running_statistics_move_once(
+    activation: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = stack_steps(contextlib.nullcontext(), activation)
+    _native.empty_cache()
+    proofs = told(monkeypatch)
+    with leaves_nothing():
+        found = stack_steps(recomputing(high="22MiB", low="19MiB"), activation)
+    assert [step[:3] for step in found] == [step[:3] for step in expected]
+    assert proofs
+    assert all(proofs)
+    assert found[-1][3] > 0
+
+
+def test_what_was_written_to_after_relu_is_not_taken_for_relu_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of version 1 too, and plain torch allows it: nobody asks for relu's own gradient."""
+    torch.manual_seed(5)
+    norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(6))
+    after = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6))
+    images = torch.randn(4, 8, 128, 128)
+    weights = [convolution.weight for convolution in after if isinstance(convolution, nn.Conv2d)]
+
+    def run(around: Around) -> list[str]:
+        with around:
+            parts = []
+            for norm, convolution in zip(norms, after, strict=True):
+                made = F.relu(norm(images))
+                with torch.no_grad():
+                    made.clamp_(max=0.5)
+                parts.append(convolution(made).square().mean())
+            loss = torch.stack(parts).sum()
+        return [digest(grad) for grad in torch.autograd.grad(loss, weights)]
+
+    expected = run(contextlib.nullcontext())
+    _native.empty_cache()
+    proofs = told(monkeypatch)
+    pool = recomputing(high="22MiB", low="19MiB")
+    for _ in range(6):
+        assert run(pool) == expected
+    assert not proofs
