@@ -34,12 +34,14 @@ void Departures::retained(Record& record) {
   }
   const bool leaves = d_.plan.leaves(record.place);
   // Not on a guess: what is dropped for nothing costs more than a copy for nothing.
-  if (leaves && d_.plan.drops(record.place) && !d_.plan.guesses() && record.droppable()) {
+  const bool drops =
+      leaves && d_.plan.drops(record.place) && !d_.plan.guesses() && record.droppable();
+  if (drops && !d_.plan.drops_late(record.place)) {
     d_.room.drop(record);
     copy_those_due(false);
     return;
   }
-  if (leaves) {
+  if (leaves && !drops) {
     copy_in_turn(record);
   }
   copy_those_due(false);

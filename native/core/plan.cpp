@@ -414,8 +414,9 @@ void Plan::learn(Step& step) {
     trace->requests_before = (*same)->requests;
     trace->repeated = serial_;
     trace->planned = planned;
+    trace->drops_late = (*same)->drops_late;
     if (planned && !settled) {
-      trace->ran = (*same)->fates();
+      trace->ran = (*same)->plan();
     }
     // With what can be made again only now, it is to be measured and planned anew.
     trace->timed = more_recipes ? 0 : (*same)->timed;

@@ -96,6 +96,8 @@ class Plan {
   // Whether it is expected to be dropped then; whether it is to leave by a copy, though it could
   // be dropped.
   bool drops(Place place) const;
+  // Whether that waits until a request needs its place.
+  bool drops_late(Place place) const;
   bool copies(Place place) const;
   // Which of the newest step's planned copies out the record's is to be, so that requests find the
   // copies done that they wait for; kNever: it may be made at once.

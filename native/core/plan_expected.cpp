@@ -34,6 +34,11 @@ bool Plan::leaves(Place place) const {
                    : entry->leaves && step->trace->predicts(step->seen.high);
 }
 
+bool Plan::drops_late(Place place) const {
+  const Step* step = step_of(place.step);
+  return drops(place) && !step->kin && step->trace->drops_late;
+}
+
 bool Plan::drops(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);

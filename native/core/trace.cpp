@@ -186,7 +186,8 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
     return false;  // it went another way
   }
   if (timed >= kTimed) {
-    if (!watch.moved(times, step)) {
+    const bool tried = trials.best_ns() != 0;
+    if (!watch.moved(times, tried ? trials.best_spent_ns() : Watch::kUnknown, step)) {
       return false;
     }
     forget_times();
@@ -229,7 +230,7 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
   if (!drops()) {
     choose();
     timed = timed >= kTimedAtLeast ? kTimed : timed;
-  } else if (!proving() && trials.took(ran.empty() ? fates() : ran, times.all_ns,
+  } else if (!proving() && trials.took(ran.fates.empty() ? plan() : ran, times.all_ns,
                                        times.all_ns - times.points.back().ns)) {
     try_another();
   }
@@ -330,30 +331,39 @@ void Trace::choose() {
   }
 }
 
-// As long as such steps take longer than something else that is forecast.
+// Whether steps of the best plan spend more than twice what is forecast, which knows of no holes.
+bool Trace::wastes_memory(const KnownStep& step, const RunPlan& best) const {
+  const Forecast of = forecast(step, best.fates);
+  const auto told = static_cast<double>(of.late_ns + of.again_ns);
+  return of.dropped > 0 && static_cast<double>(trials.best_spent_ns()) > 2 * told + 2 * noise(step);
+}
+
+// As long as such steps take longer than something else that is forecast. What can be dropped late
+// comes last.
 void Trace::try_another() {
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
-  const std::vector<Fate> was = fates();
-  const Forecast before = forecast(step, was);
+  const RunPlan was = plan();
+  const Forecast before = forecast(step, was.fates);
   const double least = to_beat(step, before);
   const auto spent = static_cast<double>(trials.best_spent_ns());
   const auto told = static_cast<double>(before.late_ns + before.again_ns);
+  const bool costly = spent > 2 * noise(step);
   std::vector<Proposal> found;
-  if (least > 0 || spent > 2 * noise(step)) {
+  if (least > 0 || costly) {
     found = proposals(step, before, spent > told + 2 * noise(step));
   }
-  std::vector<Fate> chosen = trials.best();
+  RunPlan chosen = trials.best();
   const auto untried = [&](const Proposal& one) {
-    return one.fates != was && !trials.tried(one.fates, records);
+    return one.fates != was.fates && !trials.tried({one.fates, chosen.drops_late}, records);
   };
   if (!found.empty() && found.front().ns < least && untried(found.front())) {
-    chosen = std::move(found.front().fates);
-  } else if (spent > 2 * noise(step)) {
+    chosen.fates = std::move(found.front().fates);
+  } else if (costly) {
     // By what such steps spent, where that is more than was forecast.
     for (Proposal& one : found) {
-      if (one.ns < spent && !trials.tried(one.fates, records)) {
-        chosen = std::move(one.fates);
+      if (one.ns < spent && !trials.tried({one.fates, chosen.drops_late}, records)) {
+        chosen.fates = std::move(one.fates);
         break;
       }
     }
@@ -361,7 +371,9 @@ void Trace::try_another() {
   const bool no_more = chosen == trials.best() || !trials.more();
   if ((timed >= kTimedAtLeast && no_more) || timed + 1 >= kTimed) {
     chosen = trials.best();
-    if (trials.sure_of_best() || timed + 1 >= kTimed) {
+    if (timed + 1 < kTimed && !trials.tried_late() && wastes_memory(step, chosen)) {
+      chosen.drops_late = true;
+    } else if (trials.sure_of_best() || timed + 1 >= kTimed) {
       timed = kTimed;
     }
   }
@@ -375,11 +387,12 @@ void Trace::try_another() {
   }
 }
 
-void Trace::use(const std::vector<Fate>& plan) {
+void Trace::use(const RunPlan& plan) {
   planned = true;
+  drops_late = plan.drops_late;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    entries[i].leaves = plan[i] != Fate::stay;
-    entries[i].dropped = plan[i] == Fate::drop;
+    entries[i].leaves = plan.fates[i] != Fate::stay;
+    entries[i].dropped = plan.fates[i] == Fate::drop;
   }
   std::unordered_map<std::uint64_t, std::uint32_t> runs;  // up to this save of each call
   for (const Entry& entry : entries) {

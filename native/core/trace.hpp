@@ -118,8 +118,9 @@ struct Trace {
   Trials trials;
   Watch watch;
   bool begins_plan = false;   // another one than the steps before had, and what they made of it
-  std::vector<Fate> ran{};    // the plan that the newest such step had; empty without one
+  RunPlan ran{};              // the plan that the newest such step had; empty without one
   bool planned = false;       // the planner chose what leaves
+  bool drops_late = false;    // RunPlan's
   std::uint32_t leavers = 0;  // records that left in it
   // The entries that leave by a copy, in the order in which their copies are to be made
   // (core/copy_order.hpp). Empty before the step was measured: they are made as it goes.
@@ -150,11 +151,12 @@ struct Trace {
   void choose();
   void try_another();
   bool drops() const;
+  bool wastes_memory(const KnownStep& step, const RunPlan& best) const;
   // Whether the best of its plans that drop takes a good part longer than what it computes.
   bool far_from_free() const;
   // In turn, each that a settled plan drops for a recipe to make again.
   std::uint32_t nth_by_recipe(std::uint32_t n) const;
-  void use(const std::vector<Fate>& plan);
+  void use(const RunPlan& plan);
   // What that leaves room for.
   void expect();
   // Sets `copies`, and each one's turn.
@@ -163,6 +165,7 @@ struct Trace {
   bool proving() const;
   KnownStep known(std::vector<KnownRecord>* records) const;
   std::vector<Fate> fates() const;
+  RunPlan plan() const { return {fates(), drops_late}; }
   std::uint64_t time_to_make(const Entry& entry) const;
   // Sets what it takes to run each record's call again, up to where that is saved.
   void time_reruns(std::vector<KnownRecord>* records) const;

@@ -22,7 +22,7 @@ Trials::Took Trials::Tried::takes() const {
                         : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
 }
 
-void Trials::begin(std::vector<Fate> plan) {
+void Trials::begin(RunPlan plan) {
   const auto same =
       std::find_if(all_.begin(), all_.end(), [&](const Tried& one) { return one.plan == plan; });
   now_ = static_cast<std::size_t>(same - all_.begin());
@@ -35,7 +35,7 @@ void Trials::begin(std::vector<Fate> plan) {
 }
 
 // A plan has its time as long as it gains by what its own steps teach.
-bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t spent_ns) {
+bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns) {
   if (++steps_ < kSettled) {
     return false;
   }
@@ -56,19 +56,25 @@ bool Trials::took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t
   return first || !gains || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
 }
 
-bool Trials::tried(const std::vector<Fate>& plan, std::span<const KnownRecord> records) const {
+bool Trials::tried(const RunPlan& plan, std::span<const KnownRecord> records) const {
   return std::any_of(all_.begin(), all_.end(), [&](const Tried& one) {
-    if (&one == all_.data() || one.plan.size() != plan.size()) {
+    if (&one == all_.data() || one.plan.drops_late != plan.drops_late ||
+        one.plan.fates.size() != plan.fates.size()) {
       return false;
     }
     Bytes leaves = 0;
     Bytes differs = 0;
-    for (std::size_t i = 0; i < plan.size(); ++i) {
-      leaves += plan[i] != Fate::stay ? records[i].bytes : 0;
-      differs += plan[i] != one.plan[i] ? records[i].bytes : 0;
+    for (std::size_t i = 0; i < plan.fates.size(); ++i) {
+      leaves += plan.fates[i] != Fate::stay ? records[i].bytes : 0;
+      differs += plan.fates[i] != one.plan.fates[i] ? records[i].bytes : 0;
     }
     return differs <= leaves / kAlike;
   });
+}
+
+bool Trials::tried_late() const {
+  return std::any_of(all_.begin(), all_.end(),
+                     [](const Tried& one) { return one.plan.drops_late; });
 }
 
 const Trials::Tried* Trials::fastest() const {
@@ -78,8 +84,8 @@ const Trials::Tried* Trials::fastest() const {
   return least == all_.end() ? nullptr : &*least;
 }
 
-const std::vector<Fate>& Trials::best() const {
-  static const std::vector<Fate> none;
+const RunPlan& Trials::best() const {
+  static const RunPlan none;
   const Tried* found = fastest();
   return found != nullptr ? found->plan : none;
 }

@@ -5,36 +5,49 @@
 #include <compare>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/planner.hpp"
 
 namespace stagehand::core {
 
+// A plan as steps run it.
+struct RunPlan {
+  std::vector<Fate> fates;
+  // What is dropped stays until a request needs its place, and does not leave that to whatever
+  // comes next. In memory that is not moved: which of the two wastes less of it, only a trial says.
+  bool drops_late = false;
+
+  RunPlan() = default;
+  RunPlan(std::vector<Fate> of, bool late = false) : fates(std::move(of)), drops_late(late) {}
+  bool operator==(const RunPlan&) const = default;
+};
+
 class Trials {
  public:
   // This plan is in use from the next step on, which pays for the change; again, where it was
   // tried.
-  void begin(std::vector<Fate> plan);
+  void begin(RunPlan plan);
   // A step took so long, with this plan, which its own steps may have changed since it began; and
   // so much of that was spent on what the plan chose: waits for the lanes, and making again.
   // Whether that is how long such steps take.
-  bool took(const std::vector<Fate>& plan, std::uint64_t ns, std::uint64_t spent_ns);
+  bool took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns);
   // Whether this one was, or one hardly different.
-  bool tried(const std::vector<Fate>& plan, std::span<const KnownRecord> records) const;
+  bool tried(const RunPlan& plan, std::span<const KnownRecord> records) const;
+  // Whether any was that drops late.
+  bool tried_late() const;
   // Whether there may be more: not once plans come up again that were left before.
   bool more() const { return all_.size() <= kPlans && returns_ < kReturns; }
 
   // The one that took the least; empty before the first.
-  const std::vector<Fate>& best() const;
+  const RunPlan& best() const;
   std::uint64_t best_ns() const;
   // What its steps spend: all that another plan could save. The rest of their time is computing,
   // the host's, and whatever else comes and goes.
   std::uint64_t best_spent_ns() const;
   // Whether this is what the plan in use has become.
-  bool in_use(const std::vector<Fate>& plan) const {
-    return now_ < all_.size() && all_[now_].plan == plan;
-  }
+  bool in_use(const RunPlan& plan) const { return now_ < all_.size() && all_[now_].plan == plan; }
   // Whether the best is the one in use, or was gone back to so often that another step would say
   // nothing.
   bool sure_of_best() const;
@@ -49,7 +62,7 @@ class Trials {
     auto operator<=>(const Took&) const = default;
   };
   struct Tried {
-    std::vector<Fate> plan;    // as its fastest step ran
+    RunPlan plan;              // as its fastest step ran
     std::vector<Took> newest;  // steps
 
     Took takes() const;

@@ -25,13 +25,15 @@ bool Watch::differ(const Costs& a, const Costs& b) {
   return apart(a.compute_ns, b.compute_ns) || apart(a.out, b.out) || apart(a.in, b.in);
 }
 
-bool Watch::moved(const StepTimes& times, std::uint32_t step) {
+bool Watch::moved(const StepTimes& times, std::uint64_t spent_ns, std::uint32_t step) {
   const Costs now{times.points.empty() ? 0 : static_cast<double>(times.points.back().ns),
                   rate(times.out_bytes, times.out_ns), rate(times.in_bytes, times.in_ns)};
   if (then_.compute_ns <= 0) {
     then_ = now;
   }
-  const bool differs = differ(now, then_);
+  const double spends = static_cast<double>(times.all_ns) - now.compute_ns;
+  const bool dearer = spends > static_cast<double>(spent_ns) + kFifth * now.compute_ns;
+  const bool differs = differ(now, then_) || dearer;
   next_ = step + (differs ? 1 : every_);
   if (!std::exchange(once_, differs) || !differs) {
     return false;

@@ -13,9 +13,12 @@ class Watch {
   // Whether the step of this number is to be measured.
   bool due(std::uint32_t step) const { return step >= next_; }
   // One was. Whether computing, or what a lane carries, differs by a fifth from what it was when
-  // the plan was new, in two looks in a row: then the plan is to be made anew, and the next look is
-  // twice as far off, so that a host whose speed comes and goes is not always trying plans.
-  bool moved(const StepTimes& times, std::uint32_t step);
+  // the plan was new, or the step spends a fifth of computing more than the plan's did, in two
+  // looks in a row: then the plan is to be made anew, and the next look is twice as far off, so
+  // that a host whose speed comes and goes is not always trying plans. `spent_ns`:
+  // Trials::best_spent_ns; kUnknown where none was tried.
+  static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
+  bool moved(const StepTimes& times, std::uint64_t spent_ns, std::uint32_t step);
 
  private:
   struct Costs {

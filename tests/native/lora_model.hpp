@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,9 +24,15 @@ struct BlockUse {
 struct LoraModel {
   static constexpr std::size_t kBlocks = 12;
   static constexpr Bytes kBlock = 402'718'720;
+  struct Recipe {
+    std::uint64_t of = 0;  // a record
+    std::uint64_t ns = 0;
+  };
 
   std::vector<Event> events;
   std::vector<Bytes> groups = std::vector<Bytes>(kBlocks, kBlock);
+  std::map<std::uint64_t, Recipe> recipes{};  // of records; empty: what gelu makes
+  bool expandable = false;                    // torch's segments
 
   double plain_us() const {
     const auto last = std::find_if(events.rbegin(), events.rend(),

@@ -399,9 +399,13 @@ class LoraReplay {
         events_(model.events),
         plain_us_(model.plain_us()),
         weights_(tensors_, stream_, model, rest...) {
+    if constexpr (requires { tensors_.rig.torch; }) {
+      tensors_.rig.torch.expandable = model.expandable;
+    }
     others_ = tensors_.make(kOthers, stream_);
     find_sizes();
-    if (what.nodes) {
+    recipes_ = model.recipes;
+    if (what.nodes && recipes_.empty()) {
       find_recipes();
     }
     if (what.per_region > 0) {
@@ -420,6 +424,14 @@ class LoraReplay {
   double plain_ms() const { return plain_us_ / 1e3; }
   StepShape shape() { return rig_.runtime->step_shape(); }
   void set_high(Bytes high) { high_ = high; }
+  static constexpr Bytes others() { return kOthers; }
+  // torch.cuda.empty_cache() between two steps.
+  void empty_cache() {
+    rig_.runtime->clear_budget();
+    drop_rest();
+    stagehand_sim_drain();
+    tensors_.rig.torch.release_cached();
+  }
 
   LoraStep step() {
     drop_rest();
@@ -475,7 +487,7 @@ class LoraReplay {
         continue;
       }
       if (last != 0) {
-        made_of_[event.a] = last;
+        recipes_[event.a] = {last, kGeluNs};
       }
       last = last != 0 ? 0 : event.a;
     }
@@ -559,11 +571,11 @@ class LoraReplay {
         blocks_.erase(event.a);
         break;
       case 's': {
-        const auto of = made_of_.find(event.a);
-        const bool can = of != made_of_.end();
-        const auto from = can ? records_.at(of->second) : typename Tensors::Held{};
+        const auto recipe = recipes_.find(event.a);
+        const bool can = recipe != recipes_.end();
+        const auto from = can ? records_.at(recipe->second.of) : typename Tensors::Held{};
         const auto saved = tensors_.save(blocks_.at(event.b), sizes_.at(event.b), stream_, from,
-                                         can ? kGeluNs : 0, inside(event.a));
+                                         can ? recipe->second.ns : 0, inside(event.a));
         saved->number = event.a;
         if (!records_.emplace(event.a, saved).second) {
           tensors_.end(saved);  // the trace counts one for all
@@ -618,7 +630,7 @@ class LoraReplay {
   std::uint64_t steps_ = 0;
   typename Tensors::Made others_{};
   std::map<std::uint64_t, Bytes> sizes_;
-  std::map<std::uint64_t, std::uint64_t> made_of_;  // records, by those that gelu made
+  std::map<std::uint64_t, LoraModel::Recipe> recipes_;
   std::map<std::uint64_t, typename Tensors::Made> blocks_;
   std::map<std::uint64_t, typename Tensors::Held> records_;
   std::map<std::uint64_t, typename Tensors::Alias> aliases_;

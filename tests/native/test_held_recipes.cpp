@@ -1,8 +1,11 @@
 // Steps in which what was dropped is made again, where torch's own allocator cuts the blocks.
 #include <array>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "native/first_steps.hpp"
 #include "native/lora_replay.hpp"
 
 namespace stagehand::core::test {
@@ -82,6 +85,67 @@ TEST("while plans are tried, what recipes ask for does not make a request unexpe
         CHECK(step < 3 || over == 0);
       }
     }
+  }
+}
+
+// The 3-D U-Net of the recorded step: what relu makes in place of each batch normalization, which
+// is saved twice in a row, can be made again of the record before it.
+LoraModel unet_with_recipes() {
+  constexpr double kNsPerByte = 1.4e-3;
+  LoraModel model{.events = without_small(read_trace("unet3d.txt")), .expandable = true};
+  std::map<std::uint64_t, Bytes> blocks;
+  std::map<std::uint64_t, Bytes> sizes;  // of records
+  std::uint64_t before = 0;
+  std::uint64_t last = 0;
+  for (const Event& event : model.events) {
+    if (event.kind == 'a') {
+      blocks[event.a] = event.b;
+    }
+    if (event.kind != 's') {
+      continue;
+    }
+    const Bytes bytes = sizes[event.a] = blocks.at(event.b);
+    if (event.a == last && before != 0 && sizes.at(before) == bytes) {
+      const auto ns = static_cast<std::uint64_t>(kNsPerByte * static_cast<double>(bytes));
+      model.recipes[event.a] = {before, 1 + ns};
+    }
+    before = event.a == last ? before : std::exchange(last, event.a);
+  }
+  return model;
+}
+
+// Steps after so many, of plain, where the program empties the cache every 12 steps.
+double unet_of_plain(double share, int after) {
+  constexpr int kEmptied = 12;
+  constexpr int kCounted = 12;
+  static const LoraModel model = unet_with_recipes();
+  static const Use use = measured<HeldSide>("unet3d.txt");
+  using Replay = LoraReplay<HeldTensors, NoWeights>;
+  const auto activations = static_cast<double>(use.peak - use.start);
+  Replay replay(model, Replay::others() + static_cast<Bytes>(share * activations), lora_machine());
+  for (int i = 0; i < after; ++i) {
+    if (i % kEmptied == 0) {
+      replay.empty_cache();
+    }
+    replay.step();
+  }
+  return settled_of_plain(replay, settled_steps(replay, 0, kCounted));
+}
+
+// 1.11 where it is dropped at once: whatever comes next takes its place, and breaks up what a
+// larger request could have had.
+TEST("3-D U-Net: what is dropped stays until its place is needed, where trials say so") {
+  std::vector<double> took;
+  for (const double share : {0.68, 0.7, 0.73, 0.74, 0.75}) {
+    took.push_back(unet_of_plain(share, 76));
+  }
+  CHECK(median(took) <= 1.06);
+}
+
+// 1.73, 1.68: each emptied cache is broken up anew, and what is settled on in between may not fit.
+TEST("3-D U-Net: plans are tried anew where a settled one costs far more than when it was tried") {
+  for (const double share : {0.555, 0.615}) {
+    CHECK(unet_of_plain(share, 160) <= 1.3);
   }
 }
 

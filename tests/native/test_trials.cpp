@@ -104,6 +104,22 @@ TEST("where plans come up again that were left before, there are no more to try"
   CHECK(trials.sure_of_best());
 }
 
+TEST("a plan that drops late is another one than the same that drops at once") {
+  const std::vector<KnownRecord> records(64, KnownRecord{1_MiB});
+  Trials trials;
+  trials.took(plan_of(0), 1000, 0);
+  run(&trials, 32, {2000, 900, 900});
+  CHECK(!trials.tried_late());
+  CHECK(!trials.tried({plan_of(32), true}, records));
+  trials.begin({plan_of(32), true});
+  CHECK(trials.tried_late());
+  CHECK(trials.tried({plan_of(32), true}, records));
+  trials.took({plan_of(32), true}, 2000, 0);
+  trials.took({plan_of(32), true}, 800, 0);
+  trials.took({plan_of(32), true}, 800, 0);
+  CHECK(trials.best() == (RunPlan{plan_of(32), true}));
+}
+
 TEST("a plan that takes a quarter longer is given up at once") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
