@@ -17,6 +17,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/group_norm.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/logical_or.h>
@@ -257,6 +258,19 @@ const std::unordered_map<std::type_index, Op>& ops() {
           return std::get<0>(at::cudnn_batch_norm(in[0], recipe.leaves[0], recipe.leaves[1], {}, {},
                                                   true, 0, recipe.numbers[0].toDouble()));
         }}},
+      {typeid(NativeGroupNormBackward0),
+       {17, "group_norm", false,
+        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
+          auto& of = static_cast<NativeGroupNormBackward0&>(node);
+          recipe.numbers[0] = of.eps;
+          recipe.numbers[1] = of.group;
+          return take_leaf(node, 1, recipe, 0) && take_leaf(node, 2, recipe, 1) &&
+                 recipe.take(of.input_, handle);
+        },
+        [](const Recipe& recipe, Inputs in) {
+          return at::group_norm(in[0], recipe.numbers[1].toLong(), recipe.leaves[0],
+                                recipe.leaves[1], recipe.numbers[0].toDouble());
+        }}},
   };
   return all;
 }
@@ -351,14 +365,16 @@ void find(void* object, void* handle, FoundRecipe* found) {
     if (last == nullptr) {
       return;
     }
-    Node* node = last.get();
-    const InPlace* after = known(in_place_ops(), *node);
-    node = after != nullptr ? node_before(*node) : node;
+    const InPlace* after = made._version() == 1 ? known(in_place_ops(), *last) : nullptr;
+    if (made._version() != (after != nullptr ? 1 : 0)) {
+      return;
+    }
+    Node* node = after != nullptr ? node_before(*last) : last.get();
     const bool reshaped = node != nullptr && typeid(*node) == typeid(UnsafeViewBackward0);
     node = reshaped ? node_before(*node) : node;
     const Op* op = node != nullptr ? known(ops(), *node) : nullptr;
-    if (op == nullptr || made._version() != (after != nullptr ? 1 : 0) || made.output_nr() != 0 ||
-        made.storage_offset() != 0 || !made.is_non_overlapping_and_dense()) {
+    if (op == nullptr || made.output_nr() != 0 || made.storage_offset() != 0 ||
+        !made.is_non_overlapping_and_dense()) {
       return;
     }
     auto recipe = std::make_unique<Recipe>();

@@ -558,29 +558,34 @@ def test_backward_is_right_after_its_pool_is_gone(mode: str, torch_books: None) 
     assert settled() <= before
 
 
-def convolutions(dtype: torch.dtype, count: int = 8) -> nn.Module:
+def convolutions(norm: Callable[[], nn.Module], activation: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for _ in range(count):
-        layers += [
-            nn.Conv2d(64, 64, 3, padding=1, bias=False),
-            nn.BatchNorm2d(64),
-            nn.ReLU(inplace=True),
-        ]
-    return nn.Sequential(*layers).to("cuda", dtype)
+    for _ in range(8):
+        layers += [nn.Conv2d(64, 64, 3, padding=1, bias=False), norm(), activation()]
+    return nn.Sequential(*layers).cuda()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["torch", "cudnn"])
+NORMALIZED = {
+    "torch": lambda: convolutions(
+        lambda: nn.BatchNorm2d(64), lambda: nn.ReLU(inplace=True)
+    ).bfloat16(),
+    "cudnn": lambda: convolutions(lambda: nn.BatchNorm2d(64), lambda: nn.ReLU(inplace=True)),
+    "groups": lambda: convolutions(lambda: nn.GroupNorm(8, 64), nn.SiLU).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("norms", NORMALIZED)
 @on_torch
-def test_what_relu_makes_in_place_of_batch_normalization_is_dropped_and_made_again(
-    mode: str, dtype: torch.dtype, torch_books: None, monkeypatch: pytest.MonkeyPatch
+def test_what_normalization_makes_is_dropped_and_made_again(
+    mode: str, norms: str, torch_books: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 16 bits by torch's own kernels, in 32 by cuDNN's."""
+    """Batch normalization in 16 bits is by torch's own kernels, in 32 by cuDNN's."""
     import stagehand_alloc
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    model = convolutions(dtype)
-    x = torch.randn(16, 64, 96, 96, device="cuda", dtype=dtype)
+    model = NORMALIZED[norms]()
+    x = torch.randn(16, 64, 96, 96, device="cuda", dtype=next(model.parameters()).dtype)
     expected = one_step(model, x)
     start = settled()
     torch.cuda.reset_peak_memory_stats()

@@ -393,17 +393,17 @@ def test_pools_made_anew_each_step_read_the_proofs_of_those_before(
     assert proofs
 
 
-# --- Convolutions with batch normalization
+# --- Convolutions with normalization
 
 
 class Stack(nn.Module):
-    """The activation writes over what batch normalization makes, or makes another tensor of it."""
+    """The activation writes over what normalization makes, or makes another tensor of it."""
 
-    def __init__(self, activation: Callable[[], nn.Module]) -> None:
+    def __init__(self, norm: Callable[[], nn.Module], activation: Callable[[], nn.Module]) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for inputs in (3, 8, 8, 8, 8, 8):
-            layers += [nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), activation()]
+            layers += [nn.Conv2d(inputs, 8, 3, padding=1), norm(), activation()]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -411,10 +411,10 @@ class Stack(nn.Module):
         return y
 
 
-def stack_steps(around: Around, activation: Callable[[], nn.Module]) -> list[Any]:
+def stack_steps(around: Around, build: Callable[[], Stack]) -> list[Any]:
     """Loss, gradients, running statistics and what was dropped of each step."""
     torch.manual_seed(4)
-    model = Stack(activation)
+    model = build()
     found = []
     for _ in range(6):
         before = stagehand_alloc.stats()
@@ -427,19 +427,25 @@ def stack_steps(around: Around, activation: Callable[[], nn.Module]) -> list[Any
     return found
 
 
-@pytest.mark.parametrize(
-    "activation",
-    [lambda: nn.ReLU(inplace=True), lambda: nn.LeakyReLU(0.1, inplace=True), nn.SiLU],
-    ids=["relu_", "leaky_relu_", "silu"],
-)
-def test_batch_normalization_runs_again_and_its_running_statistics_move_once(
-    activation: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+STACKS: dict[str, Callable[[], Stack]] = {
+    "batch_norm-relu_": lambda: Stack(lambda: nn.BatchNorm2d(8), lambda: nn.ReLU(inplace=True)),
+    "batch_norm-leaky_relu_": lambda: Stack(
+        lambda: nn.BatchNorm2d(8), lambda: nn.LeakyReLU(0.1, inplace=True)
+    ),
+    "batch_norm-silu": lambda: Stack(lambda: nn.BatchNorm2d(8), nn.SiLU),
+    "group_norm-silu": lambda: Stack(lambda: nn.GroupNorm(2, 8), nn.SiLU),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_normalization_runs_again_and_running_statistics_move_once(
+    stack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = stack_steps(contextlib.nullcontext(), activation)
+    expected = stack_steps(contextlib.nullcontext(), STACKS[stack])
     _native.empty_cache()
     proofs = told(monkeypatch)
     with leaves_nothing():
-        found = stack_steps(recomputing(high="22MiB", low="19MiB"), activation)
+        found = stack_steps(recomputing(high="22MiB", low="19MiB"), STACKS[stack])
     assert [step[:3] for step in found] == [step[:3] for step in expected]
     assert proofs
     assert all(proofs)
