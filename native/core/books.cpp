@@ -106,7 +106,8 @@ bool covers(const Record& record, const Block* block, const Made& made) {
 
 // By its node, where that is sure to make the same bytes, or by its call.
 void Books::note_recipe(Record& record, const Block* block, const Made& made, bool of_call) const {
-  const bool by_node = covers(record, block, made) && (made.exact || d_.plan.proven(record.place));
+  const bool proven = d_.plan.proven(record.place) && d_.plan.made_by(record.place, made.kind);
+  const bool by_node = covers(record, block, made) && (made.exact || proven);
   record.by_node = record.by_node && by_node;
   record.recipe = record.recipe && (by_node || (of_call && record.block_begin == 0));
 }

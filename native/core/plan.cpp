@@ -330,16 +330,18 @@ Bytes Plan::expected_request() const {
   }
   const Step& step = *now_;
   if (!step.kin) {
-    const Bytes largest = step.trace->request_at(place());
-    const std::vector<Bytes>& seen = step.seen.requests;
-    const Bytes came = seen.size() == place() + 1 ? seen.back() : 0;
-    return came < largest ? largest : 0;
+    return step.trace->request_at(place());
   }
   // So many were needed by where the newest of them stands in the trace.
   const bool none = step.newest_needed == KnownRecord::kNever;
   const std::size_t needed =
       none ? 0 : step.trace->entries[step.kin.place_of(step.newest_needed)].needed;
   return step.kin.request_at(step.kin.next_place() + needed);
+}
+
+bool Plan::request_came() const {
+  const bool here = follows() && now_->seen.requests.size() == place() + 1;
+  return here && now_->seen.requests.back() >= expected_request();
 }
 
 Bytes Plan::largest_ahead(std::size_t places) const {

@@ -72,8 +72,10 @@ class Plan {
   // The largest request since the last record was saved, or asked for by backward.
   void requested(Bytes largest);
   // What that will be when the next one is, by the last two such steps. Where they asked for
-  // nothing then, what they asked for around it. 0 where nobody knows, or it has come already.
+  // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
+  // Whether one as large was seen at this place.
+  bool request_came() const;
   // The largest of those of so many places from here on; 0 where that is a guess.
   Bytes largest_ahead(std::size_t places) const;
   // The trace that the newest step repeats, 0 where none does; and how many records were saved, or
@@ -114,6 +116,8 @@ class Plan {
   std::uint64_t turns_version() const { return turns_; }
   // Whether it was seen to come back bit by bit, in an earlier step at this place.
   bool proven(Place place) const;
+  // Whether the recipe that the record was saved with first, which a proof is of, is of this kind.
+  bool made_by(Place place, std::uint32_t kind) const;
   // Where it is to be seen in this one, for `proved`: of what leaves. Once, until the answer came
   // or is overdue: it takes some steps, and a proof takes memory.
   struct ToProve {

@@ -78,6 +78,11 @@ bool Plan::proven(Place place) const {
          entry->same_recipe(step->seen.entries[place.index]);
 }
 
+bool Plan::made_by(Place place, std::uint32_t kind) const {
+  const Step* step = step_of(place.step);
+  return step != nullptr && step->seen.entries[place.index].kind == kind;
+}
+
 Plan::ToProve Plan::looks_at(Place place) const {
   const Step* step = step_of(place.step);
   const bool looks = step != nullptr && step->look_at == place.index && proven(place);

@@ -53,12 +53,13 @@ Bytes TorchStore::roof_of_driver(Bytes growth, Bytes roof) {
 }
 
 // What the miss is for; 0 where nobody knows. Where torch tells it, a step that repeats an exact
-// trace also makes room for the largest request that came at this place before: it comes next.
+// trace also makes room for the largest request that came at this place before: it comes next, if
+// it has not come yet. Where torch does not tell, that may be this one.
 Bytes TorchStore::request_of(Bytes told) const {
   if (OwnRequest::here() != 0) {
     return OwnRequest::here();
   }
-  const bool alone = d_.plan.guesses() || has_hole_here();
+  const bool alone = d_.plan.guesses() || has_hole_here() || d_.plan.request_came();
   return told != 0 && alone ? told : std::max(told, d_.plan.expected_request());
 }
 
@@ -500,6 +501,10 @@ void TorchStore::leave_later(Entry& entry) {
     Record* record = d_.books.victims().last_needed(false);
     if (record == nullptr) {
       return;
+    }
+    if (d_.books.victims().drops(*record)) {
+      d_.room.drop(*record);
+      continue;
     }
     if (!record->copy.holds_bytes()) {
       if (d_.departures.copy_out(*record, attempt.squeeze, &attempt.missing) ==

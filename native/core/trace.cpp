@@ -327,7 +327,7 @@ void Trace::choose() {
   std::vector<KnownRecord> records;
   const std::vector<Fate> was = fates();
   if (const std::vector<Fate> chosen = choose_fates(known(&records), was); chosen != was) {
-    use(chosen);
+    use(RunPlan(chosen));
   }
 }
 
@@ -338,8 +338,8 @@ bool Trace::wastes_memory(const KnownStep& step, const RunPlan& best) const {
   return of.dropped > 0 && static_cast<double>(trials.best_spent_ns()) > 2 * told + 2 * noise(step);
 }
 
-// As long as such steps take longer than something else that is forecast. What can be dropped late
-// comes last.
+// As long as such steps take longer than something else that is forecast. Last comes when to drop:
+// late where it was at once, and the other way round.
 void Trace::try_another() {
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
@@ -355,14 +355,14 @@ void Trace::try_another() {
   }
   RunPlan chosen = trials.best();
   const auto untried = [&](const Proposal& one) {
-    return one.fates != was.fates && !trials.tried({one.fates, chosen.drops_late}, records);
+    return one.fates != was.fates && !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
   };
   if (!found.empty() && found.front().ns < least && untried(found.front())) {
     chosen.fates = std::move(found.front().fates);
   } else if (costly) {
     // By what such steps spent, where that is more than was forecast.
     for (Proposal& one : found) {
-      if (one.ns < spent && !trials.tried({one.fates, chosen.drops_late}, records)) {
+      if (one.ns < spent && !trials.tried(RunPlan(one.fates, chosen.drops_late), records)) {
         chosen.fates = std::move(one.fates);
         break;
       }
@@ -371,8 +371,9 @@ void Trace::try_another() {
   const bool no_more = chosen == trials.best() || !trials.more();
   if ((timed >= kTimedAtLeast && no_more) || timed + 1 >= kTimed) {
     chosen = trials.best();
-    if (timed + 1 < kTimed && !trials.tried_late() && wastes_memory(step, chosen)) {
-      chosen.drops_late = true;
+    const bool other = !chosen.drops_late;
+    if (timed + 1 < kTimed && !trials.tried(other) && wastes_memory(step, chosen)) {
+      chosen.drops_late = other;
     } else if (trials.sure_of_best() || timed + 1 >= kTimed) {
       timed = kTimed;
     }

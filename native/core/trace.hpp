@@ -165,7 +165,7 @@ struct Trace {
   bool proving() const;
   KnownStep known(std::vector<KnownRecord>* records) const;
   std::vector<Fate> fates() const;
-  RunPlan plan() const { return {fates(), drops_late}; }
+  RunPlan plan() const { return RunPlan(fates(), drops_late); }
   std::uint64_t time_to_make(const Entry& entry) const;
   // Sets what it takes to run each record's call again, up to where that is saved.
   void time_reruns(std::vector<KnownRecord>* records) const;

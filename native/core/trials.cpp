@@ -72,9 +72,9 @@ bool Trials::tried(const RunPlan& plan, std::span<const KnownRecord> records) co
   });
 }
 
-bool Trials::tried_late() const {
+bool Trials::tried(bool drops_late) const {
   return std::any_of(all_.begin(), all_.end(),
-                     [](const Tried& one) { return one.plan.drops_late; });
+                     [drops_late](const Tried& one) { return one.plan.drops_late == drops_late; });
 }
 
 const Trials::Tried* Trials::fastest() const {

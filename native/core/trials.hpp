@@ -20,7 +20,8 @@ struct RunPlan {
   bool drops_late = false;
 
   RunPlan() = default;
-  RunPlan(std::vector<Fate> of, bool late = false) : fates(std::move(of)), drops_late(late) {}
+  explicit RunPlan(std::vector<Fate> of, bool late = false)
+      : fates(std::move(of)), drops_late(late) {}
   bool operator==(const RunPlan&) const = default;
 };
 
@@ -35,8 +36,8 @@ class Trials {
   bool took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns);
   // Whether this one was, or one hardly different.
   bool tried(const RunPlan& plan, std::span<const KnownRecord> records) const;
-  // Whether any was that drops late.
-  bool tried_late() const;
+  // Whether any was that drops late; or any that does not.
+  bool tried(bool drops_late) const;
   // Whether there may be more: not once plans come up again that were left before.
   bool more() const { return all_.size() <= kPlans && returns_ < kReturns; }
 

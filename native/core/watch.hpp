@@ -29,6 +29,7 @@ class Watch {
   static bool differ(const Costs& a, const Costs& b);
 
   static constexpr std::uint32_t kEvery = 64;  // steps
+  static constexpr std::uint32_t kRarest = 1 << 16;
 
   Costs then_;
   std::uint32_t every_ = kEvery;

@@ -6,6 +6,7 @@
 // Built on first use against the headers of the installed torch, never part of the main build.
 // Needs no CUDA. All is called with the GIL; no exception leaves.
 #include <ATen/Context.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -113,7 +114,8 @@ struct Recipe {
 struct InPlace {
   std::uint32_t kind;
   const char* name;
-  void (*note)(Node& node, Recipe& recipe);
+  // Whether the node was in place; notes what it has.
+  bool (*note)(Node& node, Recipe& recipe, PyTypeObject* handle);
   void (*run)(const Recipe& recipe, at::Tensor& made);
 };
 
@@ -151,17 +153,23 @@ bool note_batch_norm(Node& node, Recipe& recipe, PyTypeObject* handle, double ep
   auto& of = static_cast<Node_&>(node);
   recipe.numbers[0] = eps;
   return of.training && take_leaf(node, 1, recipe, 0) && take_leaf(node, 2, recipe, 1) &&
-         recipe.take(of.input_, handle) && recipe.take(of.result1_, handle) &&
-         recipe.take(of.result2_, handle);
+         recipe.take(of.input_, handle);
 }
 
-// With the mean and the deviation that forward saved, where an op takes them: finding them reads
-// all of the input once more, with as many blocks of threads as there are channels.
-at::Tensor run_batch_norm(const Recipe& recipe, Inputs in) {
+// On a GPU with the mean and the deviation that forward saved, which an op takes: finding them
+// reads all of the input once more, with as many blocks of threads as there are channels.
+bool note_native_batch_norm(Node& node, Recipe& recipe, PyTypeObject* handle) {
+  auto& of = static_cast<NativeBatchNormBackward0&>(node);
+  return note_batch_norm<NativeBatchNormBackward0>(node, recipe, handle, of.eps) &&
+         (!node.input_metadata(0).device().is_cuda() ||
+          (recipe.take(of.result1_, handle) && recipe.take(of.result2_, handle)));
+}
+
+at::Tensor run_native_batch_norm(const Recipe& recipe, Inputs in) {
   const at::Tensor& weight = recipe.leaves[0];
   const at::Tensor& bias = recipe.leaves[1];
   const double eps = recipe.numbers[0].toDouble();
-  return in[0].is_cuda()
+  return in[1].defined()
              ? at::batch_norm_elemt(in[0], weight, bias, in[1], in[2], eps)
              : std::get<0>(at::native_batch_norm(in[0], weight, bias, {}, {}, true, 0, eps));
 }
@@ -242,12 +250,7 @@ const std::unordered_map<std::type_index, Op>& ops() {
           return at::addmm(recipe.leaves[0], in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
         }}},
       {typeid(NativeBatchNormBackward0),
-       {15, "batch_norm", false,
-        [](Node& node, Recipe& recipe, PyTypeObject* handle) {
-          using Norm = NativeBatchNormBackward0;
-          return note_batch_norm<Norm>(node, recipe, handle, static_cast<Norm&>(node).eps);
-        },
-        &run_batch_norm}},
+       {15, "batch_norm", false, &note_native_batch_norm, &run_native_batch_norm}},
       {typeid(CudnnBatchNormBackward0),
        {16, "batch_norm", false,
         [](Node& node, Recipe& recipe, PyTypeObject* handle) {
@@ -275,15 +278,29 @@ const std::unordered_map<std::type_index, Op>& ops() {
   return all;
 }
 
+// relu has one node for both ways. Out of place what relu saved is of version 0, and who wrote to
+// it since may have made it 1. Our hook saw that save, which gave the record no recipe, and so
+// forbids one; or this is that save: no node is younger, and nothing is saved yet.
+bool relu_was_in_place(Node& node, Recipe&, PyTypeObject* handle) {
+  const SavedVariable& result = static_cast<ReluBackward0&>(node).result_;
+  if (const auto packed = result.retrieve_unpack_hook_data(); packed.has_value()) {
+    PyObject* object = packed->second.ptr(getPyInterpreter());
+    return object != nullptr && PyObject_TypeCheck(object, handle);
+  }
+  const auto raw = result.get_raw_data();
+  const bool saved = result.has_hooks() || (raw.has_value() && raw->defined());
+  return !saved && at::sequence_number::peek() == node.sequence_nr() + 1;
+}
+
 const std::unordered_map<std::type_index, InPlace>& in_place_ops() {
   static const std::unordered_map<std::type_index, InPlace> all = {
       {typeid(ReluBackward0),
-       {1, "relu_", [](Node&, Recipe&) {},
-        [](const Recipe&, at::Tensor& made) { at::relu_(made); }}},
-      {typeid(LeakyReluBackward1),
+       {1, "relu_", &relu_was_in_place, [](const Recipe&, at::Tensor& made) { at::relu_(made); }}},
+      {typeid(LeakyReluBackward1),  // in place always
        {2, "leaky_relu_",
-        [](Node& node, Recipe& recipe) {
+        [](Node& node, Recipe& recipe, PyTypeObject*) {
           recipe.after_number = static_cast<LeakyReluBackward1&>(node).negative_slope;
+          return true;
         },
         [](const Recipe& recipe, at::Tensor& made) {
           at::leaky_relu_(made, recipe.after_number);
@@ -350,13 +367,12 @@ const Op_* known(const std::unordered_map<std::type_index, Op_>& all, const Node
 }
 
 Node* node_before(const Node& node) {
-  return node.num_outputs() > 0 ? node.next_edge(0).function.get() : nullptr;
+  const bool first = node.num_outputs() > 0 && node.next_edge(0).input_nr == 0;
+  return first ? node.next_edge(0).function.get() : nullptr;
 }
 
 // A view's storage is as its base was made. What was changed in place since is not what the node
-// made, and is told by the version: 0, or 1 after an op in place. Where that ran out of place, and
-// something else made it 1, its own save was of version 0 and had no recipe: so the record has
-// none.
+// made, and is told by the version: 0, or 1 after an op in place.
 void find(void* object, void* handle, FoundRecipe* found) {
   try {
     const at::Tensor& given = THPVariable_Unpack(static_cast<PyObject*>(object));
@@ -380,10 +396,9 @@ void find(void* object, void* handle, FoundRecipe* found) {
     auto recipe = std::make_unique<Recipe>();
     recipe->op = op;
     recipe->after = after;
-    if (after != nullptr) {
-      after->note(*last, *recipe);
-    }
-    if (!op->note(*node, *recipe, static_cast<PyTypeObject*>(handle))) {
+    auto* const type = static_cast<PyTypeObject*>(handle);
+    if ((after != nullptr && !after->note(*last, *recipe, type)) ||
+        !op->note(*node, *recipe, type)) {
       return;
     }
     recipe->sizes = made.sizes();

@@ -566,39 +566,81 @@ def convolutions(norm: Callable[[], nn.Module], activation: Callable[[], nn.Modu
     return nn.Sequential(*layers).cuda()
 
 
-NORMALIZED = {
-    "torch": lambda: convolutions(
-        lambda: nn.BatchNorm2d(64), lambda: nn.ReLU(inplace=True)
-    ).bfloat16(),
-    "cudnn": lambda: convolutions(lambda: nn.BatchNorm2d(64), lambda: nn.ReLU(inplace=True)),
-    "groups": lambda: convolutions(lambda: nn.GroupNorm(8, 64), nn.SiLU).bfloat16(),
+def batch_normalized() -> nn.Module:
+    return convolutions(lambda: nn.BatchNorm2d(64), lambda: nn.ReLU(inplace=True))
+
+
+def group_normalized() -> nn.Module:
+    return convolutions(lambda: nn.GroupNorm(8, 64), nn.SiLU)
+
+
+def in_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return mean_square(model, x)
+
+
+# By the node that normalizes: torch's own kernels in 16 bits, of either layout and with weights of
+# either type, and cuDNN's.
+NORMALIZED: dict[str, tuple[Callable[[], nn.Module], torch.memory_format, LossOf, str]] = {
+    "bf16": (
+        lambda: batch_normalized().bfloat16(),
+        torch.contiguous_format,
+        mean_square,
+        "NativeBatchNorm",
+    ),
+    "channels_last": (
+        lambda: batch_normalized().bfloat16(),
+        torch.channels_last,
+        mean_square,
+        "NativeBatchNorm",
+    ),
+    "autocast": (batch_normalized, torch.contiguous_format, in_autocast, "NativeBatchNorm"),
+    "fp32": (batch_normalized, torch.contiguous_format, mean_square, "CudnnBatchNorm"),
+    "groups": (
+        lambda: group_normalized().bfloat16(),
+        torch.contiguous_format,
+        mean_square,
+        "NativeGroupNorm",
+    ),
 }
 
 
-@pytest.mark.parametrize("norms", NORMALIZED)
-@on_torch
+@pytest.mark.parametrize(
+    ("mode", "norms"), [*(("native", norms) for norms in NORMALIZED), ("mempool", "bf16")]
+)
 def test_what_normalization_makes_is_dropped_and_made_again(
     mode: str, norms: str, torch_books: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch normalization in 16 bits is by torch's own kernels, in 32 by cuDNN's."""
     import stagehand_alloc
 
+    build, layout, loss_of, node = NORMALIZED[norms]
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    model = NORMALIZED[norms]()
-    x = torch.randn(16, 64, 96, 96, device="cuda", dtype=next(model.parameters()).dtype)
-    expected = one_step(model, x)
+    model = build()
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(16, 64, 96, 96, device="cuda", dtype=dtype).to(memory_format=layout)
+    assert node in _nodes_of(loss_of(model, x))
+    expected = one_step(model, x, None, loss_of)
     start = settled()
     torch.cuda.reset_peak_memory_stats()
-    one_step(model, x)
+    one_step(model, x, None, loss_of)
     activations = torch.cuda.max_memory_allocated() - start
     high = start + int(0.7 * activations)
-    pool = stagehand_alloc.pool(
-        high=high, low=high - activations // 10, mode=mode, recompute="nodes"
-    )
+    low = high - activations // 10
+    pool = stagehand_alloc.pool(high=high, low=low, mode=mode, recompute="nodes")
     for _ in range(12):
-        assert one_step(model, x, pool) == expected
+        assert one_step(model, x, pool, loss_of) == expected
     assert pool.stats().drops > 0
     assert pool.stats().recomputes > 0
+
+
+def _nodes_of(loss: Tensor) -> str:
+    """The names of the nodes on the way back along first inputs."""
+    names = []
+    node: Any = loss.grad_fn
+    while node is not None:
+        names.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    return " ".join(names)
 
 
 # --- Streams and threads

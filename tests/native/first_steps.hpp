@@ -126,6 +126,8 @@ class FirstSteps {
     drop_rest();
     plain_ = false;
   }
+  // torch, as where the trigger library does not know its release.
+  void does_not_tell() { side_.rig.torch.tells = false; }
   // As where the pool is made well before the first step, which is the process's first.
   void finish_pinning() { pinner_.finish(); }
   void set(Bytes high, Bytes low) { high_ = high, low_ = low; }

@@ -7,12 +7,10 @@
 namespace stagehand::core::test {
 namespace {
 
-using Fates = std::vector<Fate>;
-
-Fates plan_of(std::size_t dropped) {
-  Fates fates(64, Fate::leave);
+RunPlan plan_of(std::size_t dropped, bool late = false) {
+  std::vector<Fate> fates(64, Fate::leave);
   std::fill_n(fates.begin(), dropped, Fate::drop);
-  return fates;
+  return RunPlan(std::move(fates), late);
 }
 
 TEST("what was in use before is known by one step, and what is tried by more than the first") {
@@ -109,15 +107,15 @@ TEST("a plan that drops late is another one than the same that drops at once") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
   run(&trials, 32, {2000, 900, 900});
-  CHECK(!trials.tried_late());
-  CHECK(!trials.tried({plan_of(32), true}, records));
-  trials.begin({plan_of(32), true});
-  CHECK(trials.tried_late());
-  CHECK(trials.tried({plan_of(32), true}, records));
-  trials.took({plan_of(32), true}, 2000, 0);
-  trials.took({plan_of(32), true}, 800, 0);
-  trials.took({plan_of(32), true}, 800, 0);
-  CHECK(trials.best() == (RunPlan{plan_of(32), true}));
+  CHECK(!trials.tried(true));
+  CHECK(!trials.tried(plan_of(32, true), records));
+  trials.begin(plan_of(32, true));
+  CHECK(trials.tried(true));
+  CHECK(trials.tried(plan_of(32, true), records));
+  trials.took(plan_of(32, true), 2000, 0);
+  trials.took(plan_of(32, true), 800, 0);
+  trials.took(plan_of(32, true), 800, 0);
+  CHECK(trials.best() == plan_of(32, true));
 }
 
 TEST("a plan that takes a quarter longer is given up at once") {

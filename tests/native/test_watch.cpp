@@ -22,6 +22,21 @@ TEST("a plan is made anew where two looks in a row spend a fifth of computing mo
   CHECK(!watch.moved(step_of(100, 131), kSpent, 128));
   CHECK(watch.due(129));
   CHECK(watch.moved(step_of(100, 131), kSpent, 129));
+  // The new plan is looked at twice as seldom.
+  CHECK(!watch.moved(step_of(100, 131), kSpent, 150));
+  CHECK(!watch.due(150 + 127));
+  CHECK(watch.due(150 + 128));
+}
+
+TEST("a plan that is made anew over and over is looked at ever more seldom") {
+  Watch watch;
+  std::uint32_t step = 0;
+  int moved = 0;
+  for (; step < 1'000'000; ++step) {
+    moved += watch.due(step) && watch.moved(step_of(100, 900), 10, step) ? 1 : 0;
+  }
+  CHECK(moved > 2);
+  CHECK(moved < 40);
 }
 
 TEST("a plan of which nobody knows what it spends is not made anew for that") {
