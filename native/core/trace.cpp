@@ -331,16 +331,19 @@ void Trace::choose() {
   }
 }
 
-// Whether steps of the best plan spend more than twice what is forecast, which knows of no holes.
-bool Trace::wastes_memory(const KnownStep& step, const RunPlan& best) const {
-  const Forecast of = forecast(step, best.fates);
+// Whether steps of the best plan spend so many times what is forecast, which knows of no holes.
+bool Trace::wastes_memory(const KnownStep& step, double times) const {
+  const Forecast of = forecast(step, trials.best().fates);
   const auto told = static_cast<double>(of.late_ns + of.again_ns);
-  return of.dropped > 0 && static_cast<double>(trials.best_spent_ns()) > 2 * told + 2 * noise(step);
+  const auto spent = static_cast<double>(trials.best_spent_ns());
+  return of.dropped > 0 && spent > times * told + 2 * noise(step);
 }
 
-// As long as such steps take longer than something else that is forecast. Last comes when to drop:
-// late where it was at once, and the other way round.
+// As long as such steps take longer than something else that is forecast. Where they waste memory
+// the same plan is tried that drops late, or the other way round: first where hardly anything else
+// explains what they spend, else last.
 void Trace::try_another() {
+  constexpr double kMost = 16;
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
   const RunPlan was = plan();
@@ -354,10 +357,14 @@ void Trace::try_another() {
     found = proposals(step, before, spent > told + 2 * noise(step));
   }
   RunPlan chosen = trials.best();
+  const bool other = !chosen.drops_late;
+  const bool may = timed >= kTimedAtLeast && timed + 1 < kTimed && !trials.tried(other);
   const auto untried = [&](const Proposal& one) {
     return one.fates != was.fates && !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
   };
-  if (!found.empty() && found.front().ns < least && untried(found.front())) {
+  if (may && wastes_memory(step, kMost)) {
+    chosen.drops_late = other;
+  } else if (!found.empty() && found.front().ns < least && untried(found.front())) {
     chosen.fates = std::move(found.front().fates);
   } else if (costly) {
     // By what such steps spent, where that is more than was forecast.
@@ -371,8 +378,7 @@ void Trace::try_another() {
   const bool no_more = chosen == trials.best() || !trials.more();
   if ((timed >= kTimedAtLeast && no_more) || timed + 1 >= kTimed) {
     chosen = trials.best();
-    const bool other = !chosen.drops_late;
-    if (timed + 1 < kTimed && !trials.tried(other) && wastes_memory(step, chosen)) {
+    if (may && wastes_memory(step, 2)) {
       chosen.drops_late = other;
     } else if (trials.sure_of_best() || timed + 1 >= kTimed) {
       timed = kTimed;

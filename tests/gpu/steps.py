@@ -23,7 +23,8 @@ LossOf = Callable[[Any, Tensor], Tensor]
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    words = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # of any dtype
+    return hashlib.sha256(words.numpy().tobytes()).hexdigest()
 
 
 def mlp(width: int = 512, depth: int = 6) -> nn.Sequential:
