@@ -627,6 +627,7 @@ def test_what_normalization_makes_is_dropped_and_made_again(
     high = start + int(0.7 * activations)
     low = high - activations // 10
     pool = stagehand_alloc.pool(high=high, low=low, mode=mode, recompute="nodes")
+    pool.limits(d2h_bytes_per_second="2GB", h2d_bytes_per_second="2GB")  # dropping is quicker
     for _ in range(12):
         assert one_step(model, x, pool, loss_of) == expected
     assert pool.stats().drops > 0
