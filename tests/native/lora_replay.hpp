@@ -397,14 +397,14 @@ class LoraReplay {
       : tensors_(machine),
         high_(high),
         events_(model.events),
+        sizes_(block_bytes(model.events)),
+        recipes_(model.recipes),
         plain_us_(model.plain_us()),
         weights_(tensors_, stream_, model, rest...) {
     if constexpr (requires { tensors_.rig.torch; }) {
       tensors_.rig.torch.expandable = model.expandable;
     }
     others_ = tensors_.make(kOthers, stream_);
-    find_sizes();
-    recipes_ = model.recipes;
     if (what.nodes && recipes_.empty()) {
       find_recipes();
     }
@@ -467,23 +467,15 @@ class LoraReplay {
   static constexpr Bytes kOthers = 200_MiB;
   static constexpr std::uint64_t kGeluNs = 250'000;
 
-  void find_sizes() {
-    for (const Event& event : events_) {
-      if (event.kind == 'a') {
-        sizes_[event.a] = event.b;
-      }
-    }
-  }
-
   // What gelu makes of the other one of its size: the two largest of each block.
   void find_recipes() {
     Bytes largest = 0;
     for (const Event& event : events_) {
-      largest = std::max(largest, event.kind == 's' ? sizes_[event.b] : 0);
+      largest = std::max(largest, event.kind == 's' ? sizes_.at(event.b) : 0);
     }
     std::uint64_t last = 0;
     for (const Event& event : events_) {
-      if (event.kind != 's' || sizes_[event.b] != largest || event.a == last) {
+      if (event.kind != 's' || sizes_.at(event.b) != largest || event.a == last) {
         continue;
       }
       if (last != 0) {
@@ -622,6 +614,8 @@ class LoraReplay {
   CoreRig& rig_ = tensors_.rig;
   Bytes high_;
   const std::vector<Event> events_;
+  const std::map<std::uint64_t, Bytes> sizes_;  // of blocks
+  std::map<std::uint64_t, LoraModel::Recipe> recipes_;
   const double plain_us_;
   driver::Stream stream_ = rig_.stream();
   BlockWeights weights_;
@@ -629,8 +623,6 @@ class LoraReplay {
   std::map<std::uint64_t, std::size_t> call_of_;  // of a record, from 1 on
   std::uint64_t steps_ = 0;
   typename Tensors::Made others_{};
-  std::map<std::uint64_t, Bytes> sizes_;
-  std::map<std::uint64_t, LoraModel::Recipe> recipes_;
   std::map<std::uint64_t, typename Tensors::Made> blocks_;
   std::map<std::uint64_t, typename Tensors::Held> records_;
   std::map<std::uint64_t, typename Tensors::Alias> aliases_;

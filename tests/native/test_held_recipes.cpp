@@ -93,23 +93,23 @@ TEST("while plans are tried, what recipes ask for does not make a request unexpe
 LoraModel unet_with_recipes() {
   constexpr double kNsPerByte = 1.4e-3;
   LoraModel model{.events = without_small(read_trace("unet3d.txt")), .expandable = true};
-  std::map<std::uint64_t, Bytes> blocks;
-  std::map<std::uint64_t, Bytes> sizes;  // of records
-  std::uint64_t before = 0;
-  std::uint64_t last = 0;
+  struct Record {
+    std::uint64_t number = 0;
+    Bytes bytes = 0;
+  };
+  const std::map<std::uint64_t, Bytes> blocks = block_bytes(model.events);
+  Record before;
+  Record last;
   for (const Event& event : model.events) {
-    if (event.kind == 'a') {
-      blocks[event.a] = event.b;
-    }
     if (event.kind != 's') {
       continue;
     }
-    const Bytes bytes = sizes[event.a] = blocks.at(event.b);
-    if (event.a == last && before != 0 && sizes.at(before) == bytes) {
-      const auto ns = static_cast<std::uint64_t>(kNsPerByte * static_cast<double>(bytes));
-      model.recipes[event.a] = {before, 1 + ns};
+    if (event.a != last.number) {
+      before = std::exchange(last, {event.a, blocks.at(event.b)});
+    } else if (before.bytes == last.bytes) {
+      const auto ns = static_cast<std::uint64_t>(kNsPerByte * static_cast<double>(last.bytes));
+      model.recipes[last.number] = {before.number, 1 + ns};
     }
-    before = event.a == last ? before : std::exchange(last, event.a);
   }
   return model;
 }

@@ -221,8 +221,7 @@ TEST("LSTM: what came at its place makes no room there once more") {
 // What a miss is for is not known then but by the plan: 970, 122, 57 MB where that said nothing
 // once the largest request at a place had come.
 TEST("where torch does not tell its requests, steps that are known stay inside the budget") {
-  for (const std::string& trace :
-       {std::string("llama.txt"), std::string("pipeline.txt"), std::string("fsdp2.txt")}) {
+  for (const char* trace : {"llama.txt", "pipeline.txt", "fsdp2.txt"}) {
     for (const double share : {0.9, 0.7, 0.5}) {
       FirstSteps<HeldSide> training(without_small(read_trace(trace)));
       training.does_not_tell();

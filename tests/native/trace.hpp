@@ -45,6 +45,17 @@ inline std::vector<Event> read_trace(const std::string& name) {
   return events;
 }
 
+// How large each block is, by its number.
+inline std::map<std::uint64_t, Bytes> block_bytes(const std::vector<Event>& events) {
+  std::map<std::uint64_t, Bytes> bytes;
+  for (const Event& event : events) {
+    if (event.kind == 'a') {
+      bytes[event.a] = event.b;
+    }
+  }
+  return bytes;
+}
+
 // Without the records of small tensors, which a pool passes through (Books::ignore): a step has
 // fewer places then. Their memory is freed as if nobody had saved them.
 inline std::vector<Event> without_small(const std::vector<Event>& events) {

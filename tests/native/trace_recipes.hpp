@@ -59,14 +59,11 @@ inline SavedByBlock saved_by_block(const std::string& trace) {
 inline std::vector<Region> blocks_of(const std::string& trace) {
   const SavedByBlock by = saved_by_block(trace);
   const std::vector<Event> events = read_trace(trace);
-  std::map<std::uint64_t, Bytes> blocks;
+  const std::map<std::uint64_t, Bytes> blocks = block_bytes(events);
   std::map<std::uint64_t, Bytes> seen;
   std::vector<std::size_t> large;  // lines of first saves
   for (std::size_t i = 0; i < events.size(); ++i) {
     const Event& event = events[i];
-    if (event.kind == 'a') {
-      blocks[event.a] = event.b;
-    }
     if (event.kind == 's' && seen.emplace(event.a, blocks.at(event.b)).second &&
         blocks.at(event.b) > by.above) {
       large.push_back(i);
@@ -85,13 +82,11 @@ inline std::vector<Region> blocks_of(const std::string& trace) {
 // `products`: those of matrices too, which are to be proven.
 inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace, bool products = false) {
   const SavedByBlock by = saved_by_block(trace);
-  std::map<std::uint64_t, Bytes> blocks;
+  const std::vector<Event> events = read_trace(trace);
+  const std::map<std::uint64_t, Bytes> blocks = block_bytes(events);
   std::map<std::uint64_t, Bytes> seen;
   std::vector<std::pair<std::uint64_t, Bytes>> large;
-  for (const Event& event : read_trace(trace)) {
-    if (event.kind == 'a') {
-      blocks[event.a] = event.b;
-    }
+  for (const Event& event : events) {
     if (event.kind == 's' && seen.emplace(event.a, blocks.at(event.b)).second &&
         blocks.at(event.b) > by.above) {
       large.emplace_back(event.a, blocks.at(event.b));
