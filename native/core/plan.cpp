@@ -277,31 +277,30 @@ void Plan::weights_left(std::uint32_t group) {
   }
 }
 
-bool Plan::wants_times(std::uint32_t* trace, std::size_t* moments) {
+std::optional<StepToTime> Plan::wants_times(bool others) {
   if (!follows() || now_->kin) {
-    return false;
+    return {};
   }
-  const Trace& trace_now = *now_->trace;
-  if (trace_now.timed >= Trace::kTimed && !trace_now.watch.due(serial_)) {
-    return false;
+  const Trace& trace = *now_->trace;
+  if (trace.timed >= Trace::kTimed && (others || !trace.watch.due(serial_))) {
+    return {};
   }
-  *trace = trace_now.id;
-  *moments = trace_now.full.size() - 1;
   timed_step_ = now_->serial;
-  return true;
+  return trace.to_time();
 }
 
-void Plan::timed(std::uint32_t id, const StepTimes& times) {
-  const auto found =
-      std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
-  if (found == traces_.end() || timed_step_ == 0) {
-    return;
-  }
-  Trace& trace = **found;
-  if (trace.measured(times, rates_, serial_)) {
+void Plan::timed(const StepToTime& step, const StepTimes& times) {
+  if (const auto found = trace_of(step.trace);
+      found != nullptr && found->measured(step, times, rates_, serial_)) {
     ++version_;
     ++turns_;
   }
+}
+
+std::shared_ptr<Trace> Plan::trace_of(std::uint32_t id) const {
+  const auto found =
+      std::find_if(traces_.begin(), traces_.end(), [&](const auto& one) { return one->id == id; });
+  return found != traces_.end() ? *found : nullptr;
 }
 
 // Where kinds of steps take turns, one is told of the other's times as it begins: the heap is for
@@ -310,10 +309,8 @@ bool Plan::takes_other_plan() {
   if (!follows() || now_->kin) {
     return false;
   }
-  const auto found = std::find_if(traces_.begin(), traces_.end(),
-                                  [&](const auto& one) { return one->id == now_->trace->id; });
-  return found != traces_.end() && std::exchange((*found)->begins_plan, false) &&
-         (*found)->far_from_free();
+  const auto newest = trace_of(now_->trace->id);
+  return newest != nullptr && std::exchange(newest->begins_plan, false) && newest->far_from_free();
 }
 
 void Plan::requested(Bytes largest) {
@@ -417,14 +414,14 @@ void Plan::learn(Step& step) {
     trace->repeated = serial_;
     trace->planned = planned;
     trace->drops_late = (*same)->drops_late;
-    if (planned && !settled) {
-      trace->ran = (*same)->plan();
-    }
-    // With what can be made again only now, it is to be measured and planned anew.
-    trace->timed = more_recipes ? 0 : (*same)->timed;
+    trace->plans = (*same)->plans;
+    trace->timed = (*same)->timed;
     trace->totals = (*same)->totals;
-    trace->trials = more_recipes ? Trials{} : std::move((*same)->trials);
+    trace->trials = std::move((*same)->trials);
     trace->watch = (*same)->watch;
+    if (more_recipes) {
+      trace->forget_trials();
+    }
     if (trace->full.size() == (*same)->full.size()) {
       trace->at_ns = (*same)->at_ns;
       trace->rates = (*same)->rates;
@@ -454,10 +451,8 @@ void Plan::learn(Step& step) {
     pressed_in_ = serial_;
   }
   learned_ = trace->id;
-  for (const auto& one : traces_) {
-    if (one->id == step.before) {
-      one->follower = trace->id;
-    }
+  if (const auto before = trace_of(step.before); before != nullptr) {
+    before->follower = trace->id;
   }
   if (trace->id == step.before) {
     trace->follower = trace->id;

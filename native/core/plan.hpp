@@ -12,6 +12,7 @@
 
 #include <list>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -63,11 +64,11 @@ class Plan {
 
   // The moment that the newest step is in: one begins with each save and each first use.
   std::size_t moment() const { return now_ != nullptr ? now_->seen.full.size() - 1 : 0; }
-  // Whether the newest step is to be measured: the trace that it follows, and that one's moments.
-  bool wants_times(std::uint32_t* trace, std::size_t* moments);
+  // Whether the newest step is to be measured, while others are whose times are not known yet.
+  std::optional<StepToTime> wants_times(bool others = false);
+  // False once it has gone another way than the trace that it followed: its times say nothing.
   bool measures() const { return timed_step_ != 0; }
-  // It was. Where it has gone another way than that trace, its times say nothing of it.
-  void timed(std::uint32_t trace, const StepTimes& times);
+  void timed(const StepToTime& step, const StepTimes& times);
 
   // The largest request since the last record was saved, or asked for by backward.
   void requested(Bytes largest);
@@ -244,6 +245,7 @@ class Plan {
   std::shared_ptr<Trace> nearest(const Trace& seen) const;
   bool over(const Step& step) const;
   static bool alike(const Trace* trace, Bytes high);
+  std::shared_ptr<Trace> trace_of(std::uint32_t id) const;  // null where that was forgotten
   void forget_proofs();
   void follow(Step& step);
   void follow_kin(Step& step);

@@ -127,8 +127,7 @@ void Plan::proved(ToProve what, bool same) {
     }
     entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
     if (!same && std::exchange(entry.dropped, false)) {
-      trace->timed = 0;
-      trace->trials = {};  // what they took rests on what cannot be dropped
+      trace->forget_trials();
     }
     ++version_;
   }

@@ -1,6 +1,7 @@
 #include "core/step_clock.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "core/plan.hpp"
@@ -21,105 +22,124 @@ std::uint64_t together(std::vector<std::pair<std::uint64_t, std::uint64_t>> inte
 }
 }  // namespace
 
-bool StepClock::tell(Plan& plan) {
-  measuring_ = false;
-  if (marks_.size() > 1) {
-    StepTimes times;
-    if (!read(&times)) {
-      return false;
-    }
-    plan.timed(of_, times);
+void StepClock::forget() {
+  count_ -= open_ ? 1 : 0;
+  open_ = measuring_ = false;
+}
+
+void StepClock::tell(Plan& plan) {
+  if (open_ && newest().marks.size() < 2) {
+    forget();
   }
-  marks_.clear();
-  return true;
+  open_ = measuring_ = false;
+  oldest_ = count_ == 0 ? 0 : oldest_;  // the first one's events are there
+  for (; count_ > 0; --count_, oldest_ = (oldest_ + 1) % kSteps) {
+    StepTimes times;
+    if (!read(measured_[oldest_], &times)) {
+      return;
+    }
+    plan.timed(measured_[oldest_].step, times);
+  }
 }
 
 void StepClock::step_began(Plan& plan) {
-  if (!tell(plan)) {
+  tell(plan);
+  if (count_ == kSteps) {
     return;
   }
-  std::size_t moments = 0;
-  if (plan.wants_times(&of_, &moments)) {
-    measuring_ = true;
+  if (std::optional<StepToTime> step = plan.wants_times(count_ > 0)) {
+    every_ = std::max<std::size_t>(1, step->moments / kPoints);
     due_ = 1;
     copies_[0] = copies_[1] = again_ = 0;
     making_ = false;
-    last_ = moments;
-    every_ = std::max<std::size_t>(1, moments / kPoints);
+    open_ = measuring_ = true;
+    ++count_;
+    newest().step = std::move(*step);
+    newest().marks.clear();
   }
 }
 
 void StepClock::note_moment(std::size_t number, driver::Stream stream) {
-  if (marks_.empty()) {
-    stream_ = stream;
+  Measured& now = newest();
+  if (now.marks.empty()) {
+    now.stream = stream;
   }
-  if (stream != stream_) {
+  if (stream != now.stream) {
     return;
   }
   if (note(Kind::moment, stream)) {
-    marks_.back().moment = number;
+    now.marks.back().moment = number;
   }
   due_ = number + every_;
-  if (number < last_) {
-    due_ = std::min(due_, last_);
+  if (number < now.step.moments) {
+    due_ = std::min(due_, now.step.moments);
   } else {
     measuring_ = false;
   }
 }
 
 void StepClock::making(driver::Stream stream) {
-  making_ = watches(stream) && !marks_.empty() && again_ < kAgain && note(Kind::again, stream);
+  making_ =
+      watches(stream) && !newest().marks.empty() && again_ < kAgain && note(Kind::again, stream);
 }
 
 void StepClock::made(driver::Stream stream, std::uint32_t index, bool rerun) {
   if (std::exchange(making_, false) && watches(stream) &&
       note(rerun ? Kind::rerun : Kind::made, stream)) {
-    marks_.back().moment = index;
+    newest().marks.back().moment = index;
     ++again_;
   }
 }
 
 bool StepClock::note(Kind kind, driver::Stream stream, Bytes bytes) {
-  const std::size_t slot = marks_.size();
-  if (slot == kMarks) {
-    marks_.clear();  // what is left out would pass for computing
-    measuring_ = false;
+  if (!measuring_) {
     return false;
   }
-  if (slot == events_.size()) {
+  Measured& now = newest();
+  const std::size_t slot = now.marks.size();
+  if (slot == kMarks) {
+    forget();  // what is left out would pass for computing
+    return false;
+  }
+  if (slot == now.events.size()) {
+    if (count_ > 1 && spare_.empty(SpareEvents::Kind::time)) {
+      forget();  // one of several: not worth to make events in the middle of a step
+      return false;
+    }
     const driver::Event event = spare_.take(SpareEvents::Kind::time);
     if (event == nullptr) {
       return false;
     }
-    events_.push_back(event);
+    now.events.push_back(event);
   }
-  if (gate_->event_record(events_[slot], stream) != driver::kSuccess) {
+  if (gate_->event_record(now.events[slot], stream) != driver::kSuccess) {
     return false;
   }
-  marks_.push_back({kind, 0, bytes});
+  now.marks.push_back({kind, 0, bytes});
   return true;
 }
 
-bool StepClock::read(StepTimes* times) {
-  for (std::size_t i = marks_.size(); i-- > 0;) {
-    if (gate_->event_query(events_[i]) != driver::kSuccess) {
+bool StepClock::read(const Measured& of, StepTimes* times) {
+  const auto& [step, stream, marks, events] = of;
+  for (std::size_t i = marks.size(); i-- > 0;) {
+    if (gate_->event_query(events[i]) != driver::kSuccess) {
       return false;
     }
   }
   const auto ns_between = [&](std::size_t a, std::size_t b) {
     float milliseconds = 0;
-    if (gate_->event_elapsed_time(&milliseconds, events_[a], events_[b]) != driver::kSuccess) {
+    if (gate_->event_elapsed_time(&milliseconds, events[a], events[b]) != driver::kSuccess) {
       return std::uint64_t{0};
     }
     return static_cast<std::uint64_t>(std::max(0.0f, milliseconds) * 1e6f);
   };
   std::uint64_t idle = 0;
   std::size_t began = 0;
-  std::size_t making = marks_.size();                       // where it began; none
+  std::size_t making = marks.size();                        // where it began; none
   std::uint64_t waited = 0;                                 // meanwhile
   std::vector<std::pair<std::uint64_t, std::uint64_t>> in;  // copies, on either of two lanes
-  for (std::size_t i = 0; i < marks_.size(); ++i) {
-    const Mark& mark = marks_[i];
+  for (std::size_t i = 0; i < marks.size(); ++i) {
+    const Mark& mark = marks[i];
     switch (mark.kind) {
       case Kind::moment: {
         const std::uint64_t ns = ns_between(0, i);
@@ -141,7 +161,7 @@ bool StepClock::read(StepTimes* times) {
         times->again.push_back({static_cast<std::uint32_t>(mark.moment), ns - std::min(ns, waited),
                                 mark.kind == Kind::rerun});
         idle += ns;
-        making = marks_.size();
+        making = marks.size();
         break;
       }
       case Kind::out_ends:

@@ -180,10 +180,11 @@ KnownStep Trace::known(std::vector<KnownRecord>* records) const {
 }
 
 // Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
-bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32_t step) {
+bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,
+                     std::uint32_t step) {
   const std::size_t moments = full.size();
-  if (times.points.size() < 2 || times.points.back().moment + 1 != moments) {
-    return false;  // it went another way
+  if (of.plans != plans || times.points.size() < 2 || times.points.back().moment + 1 != moments) {
+    return false;  // the latter: it went another way
   }
   if (timed >= kTimed) {
     const bool tried = trials.best_ns() != 0;
@@ -230,8 +231,8 @@ bool Trace::measured(const StepTimes& times, LaneRates& known_rates, std::uint32
   if (!drops()) {
     choose();
     timed = timed >= kTimedAtLeast ? kTimed : timed;
-  } else if (!proving() && trials.took(ran.fates.empty() ? plan() : ran, times.all_ns,
-                                       times.all_ns - times.points.back().ns)) {
+  } else if (!of.proving && trials.took(of.ran.fates.empty() ? plan() : of.ran, times.all_ns,
+                                        times.all_ns - times.points.back().ns)) {
     try_another();
   }
   if (planned) {
@@ -262,8 +263,17 @@ void Trace::forget_times() {
   for (Entry& entry : entries) {
     entry.again_ns = entry.rerun_ns = 0;
   }
+  forget_trials();
+}
+
+void Trace::forget_trials() {
   timed = 0;
   trials = Trials{};
+  ++plans;
+}
+
+StepToTime Trace::to_time() const {
+  return {id, full.size() - 1, plans, proving(), planned ? plan() : RunPlan{}};
 }
 
 std::vector<Fate> Trace::fates() const {
@@ -390,6 +400,7 @@ void Trace::try_another() {
   use(chosen);
   if (!trials.in_use(chosen)) {
     begins_plan = true;
+    ++plans;
     trials.begin(std::move(chosen));
   }
 }

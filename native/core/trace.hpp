@@ -118,7 +118,7 @@ struct Trace {
   Trials trials;
   Watch watch;
   bool begins_plan = false;   // another one than the steps before had, and what they made of it
-  RunPlan ran{};              // the plan that the newest such step had; empty without one
+  std::uint32_t plans = 0;    // that were tried, and begun to be tried anew
   bool planned = false;       // the planner chose what leaves
   bool drops_late = false;    // RunPlan's
   std::uint32_t leavers = 0;  // records that left in it
@@ -141,11 +141,15 @@ struct Trace {
 
   static constexpr int kTimed = 64;
   // One such step was measured: chooses by all that were; once that is settled only where what it
-  // costs has moved. False: nothing changed.
-  bool measured(const StepTimes& times, LaneRates& known_rates, std::uint32_t step);
+  // costs has moved. False: nothing changed, as where its plan has been left meanwhile.
+  bool measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,
+                std::uint32_t step);
+  StepToTime to_time() const;  // the step that begins
   void drop_what_is_cheap();
   // All is to be measured and planned anew.
   void forget_times();
+  // What steps took so far rests on what is no more.
+  void forget_trials();
   // What leaves, by the planner; where something can be dropped, by what took the least of all that
   // was tried.
   void choose();

@@ -25,6 +25,16 @@ struct RunPlan {
   bool operator==(const RunPlan&) const = default;
 };
 
+// A step that is to be measured. The host is ahead of the GPU by whole steps: when its times are
+// known, others have begun, maybe with another plan.
+struct StepToTime {
+  std::uint32_t trace = 0;
+  std::size_t moments = 0;
+  std::uint32_t plans = 0;  // Trace's, when it began
+  bool proving = false;     // then its time is no plan's
+  RunPlan ran;              // what it ran with; empty without a plan
+};
+
 class Trials {
  public:
   // This plan is in use from the next step on, which pays for the change; again, where it was

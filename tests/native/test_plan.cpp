@@ -184,11 +184,9 @@ TEST("times of a step that turned out to be of other sizes say nothing of the on
   Plan plan;
   const auto step = [&](Bytes last, bool measured) {
     plan.begin_step(kUnlimited, 0);
-    std::uint32_t trace = 0;
-    std::size_t moments = 0;
     std::vector<Plan::Place> places{plan.saved(1_MiB)};
-    const bool wanted = plan.wants_times(&trace, &moments);
-    CHECK_EQ(wanted, measured);
+    const std::optional<StepToTime> wanted = plan.wants_times();
+    CHECK_EQ(wanted.has_value(), measured);
     for (const Bytes bytes : {2_MiB, last}) {
       places.push_back(plan.saved(bytes));
     }
@@ -197,13 +195,13 @@ TEST("times of a step that turned out to be of other sizes say nothing of the on
       plan.closed(places.back());
     }
     plan.begin_step(kUnlimited, 0);
-    if (wanted) {
+    if (wanted && plan.measures()) {
       StepTimes times;
-      for (std::size_t m = 1; m <= moments; ++m) {
+      for (std::size_t m = 1; m <= wanted->moments; ++m) {
         times.points.push_back({m, m * 1000});
       }
-      times.all_ns = moments * 1000;
-      plan.timed(trace, times);
+      times.all_ns = wanted->moments * 1000;
+      plan.timed(*wanted, times);
     }
   };
   step(3_MiB, false);

@@ -304,13 +304,12 @@ TEST("a plan that knows the times of its step chooses what leaves anew") {
   Plan plan;
   pipelined(plan, events);
   plan.begin_step(kHigh, 0);
-  std::uint32_t trace = 0;
-  std::size_t moments = 0;
-  CHECK(plan.wants_times(&trace, &moments));
-  CHECK_EQ(moments, events.size());
+  const std::optional<StepToTime> wanted = plan.wants_times();
+  CHECK(wanted.has_value());
+  CHECK_EQ(wanted->moments, events.size());
   const Plan::Place early = plan.saved(kSize);
   CHECK(!plan.leaves(early));
-  plan.timed(trace, times_of(moments));
+  plan.timed(*wanted, times_of(wanted->moments));
   std::size_t leave = 0;
   std::size_t late = 0;
   for (std::uint32_t i = 0; i < 192; ++i) {
@@ -326,18 +325,16 @@ TEST("a plan that knows the times of its step chooses what leaves anew") {
 // The next step of the pipeline; whether it was measured, as taking so many times as long.
 bool measured(Plan& plan, const std::vector<int>& events, std::uint64_t slower = 1) {
   plan.begin_step(kHigh, 0);
-  std::uint32_t trace = 0;
-  std::size_t moments = 0;
-  const bool wanted = plan.wants_times(&trace, &moments);
+  const std::optional<StepToTime> wanted = plan.wants_times();
   if (wanted) {
-    StepTimes times = times_of(moments);
+    StepTimes times = times_of(wanted->moments);
     for (StepTimes::Point& point : times.points) {
       point.ns = point.ns * slower;
     }
-    plan.timed(trace, times);
+    plan.timed(*wanted, times);
   }
   pipelined(plan, events);
-  return wanted;
+  return wanted.has_value();
 }
 
 int measured_of(Plan& plan, const std::vector<int>& events, int steps, std::uint64_t slower = 1) {
@@ -380,13 +377,12 @@ TEST("times of a step that went another way change nothing") {
   Plan plan;
   pipelined(plan, pipeline(64));
   plan.begin_step(kHigh, 0);
-  std::uint32_t trace = 0;
-  std::size_t moments = 0;
-  CHECK(plan.wants_times(&trace, &moments));
+  const std::optional<StepToTime> wanted = plan.wants_times();
+  CHECK(wanted.has_value());
   const Plan::Place first = plan.saved(kSize);
-  plan.timed(trace, times_of(moments - 1));
+  plan.timed(*wanted, times_of(wanted->moments - 1));
   CHECK_EQ(plan.least_after({first.step, 64}), 0);
-  CHECK(plan.wants_times(&trace, &moments));
+  CHECK(plan.wants_times().has_value());
 }
 
 TEST("idle weights leave for nothing, and no record beside them while the lane can bring them") {
