@@ -440,32 +440,71 @@ Bytes CacheMap::largest_hole(const Owner& owner) {
   return found != holes_.end() && !found->second.empty() ? *found->second.rbegin() : 0;
 }
 
+// What torch takes for so many bytes: the smallest hole that has them. But one that ends where an
+// expandable segment is not mapped counts as all that it could grow to, as long as the next larger
+// one counts as less (get_free_block of CUDACachingAllocator.cpp, torch 2.11).
+CacheMap::Holes::const_iterator CacheMap::fit(const Owner& owner, const Holes& holes, Bytes bytes) {
+  auto fit = holes.lower_bound(bytes);
+  if (!expandable_ || fit == holes.end() || std::next(fit) == holes.end()) {
+    return fit;
+  }
+  growing_.clear();
+  Address next = ~Address{0};  // where the segment is mapped again
+  for (auto one = segments_.rbegin(); one != segments_.rend(); ++one) {
+    const auto& [base, segment] = *one;
+    if (!segment.expandable || segment.small || !(segment.owner == owner)) {
+      continue;
+    }
+    const Address end = base + segment.bytes;
+    Address begin = 0;
+    Address stop = 0;
+    hole_around(segment, base, lives_.lower_bound(end), &begin, &stop);
+    if (begin < end) {
+      growing_.push_back({end - begin, next - begin});
+    }
+    next = base;
+  }
+  const auto grown = [&](Bytes hole) {
+    const auto found = std::find_if(growing_.begin(), growing_.end(),
+                                    [&](const auto& one) { return one.first == hole; });
+    return found != growing_.end() ? found->second : hole;
+  };
+  for (auto after = std::next(fit); after != holes.end() && grown(*after) < grown(*fit); ++after) {
+    fit = after;
+  }
+  return fit;
+}
+
+bool CacheMap::has_beside(const Holes& holes, Holes::const_iterator taken, Bytes bytes,
+                          Bytes other) {
+  if (*taken >= bytes && *taken - bytes >= other) {
+    return true;
+  }
+  auto beside = holes.lower_bound(other);
+  beside = beside == taken ? std::next(beside) : beside;
+  return beside != holes.end();
+}
+
 bool CacheMap::fits_beside(const Owner& owner, Bytes bytes, Bytes kept) {
   const Lock lock(mutex_);
   const auto found = holes_.find(owner);
   if (found == holes_.end()) {
     return true;
   }
-  const auto fit = found->second.lower_bound(bytes);
-  return fit == found->second.end() || *fit < kept || *fit - bytes >= kept ||
-         std::next(fit) != found->second.end();
+  const Holes& holes = found->second;
+  const auto taken = fit(owner, holes, bytes);
+  return taken == holes.end() || *taken < kept || has_beside(holes, taken, bytes, kept);
 }
 
 bool CacheMap::both_fit(const Owner& owner, Bytes bytes, Bytes other) {
   const Lock lock(mutex_);
   const auto found = holes_.find(owner);
-  if (found == holes_.end() || found->second.empty()) {
+  if (found == holes_.end()) {
     return false;
   }
-  const auto& holes = found->second;
-  auto fit = holes.lower_bound(bytes);
-  fit = fit == holes.end() ? std::prev(fit) : fit;
-  if (*fit >= bytes && *fit - bytes >= other) {
-    return true;
-  }
-  auto beside = holes.lower_bound(other);
-  beside = beside == fit ? std::next(beside) : beside;
-  return beside != holes.end();
+  const Holes& holes = found->second;
+  const auto taken = fit(owner, holes, bytes);
+  return has_beside(holes, taken == holes.end() ? std::prev(taken) : taken, bytes, other);
 }
 
 Bytes CacheMap::releasable() {

@@ -13,6 +13,7 @@
 #include <optional>
 #include <set>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/ranked_mutex.hpp"
@@ -107,8 +108,7 @@ class CacheMap {
   std::optional<Owner> owner_of(Address address);
   // The largest hole of a segment for large blocks.
   Bytes largest_hole(const Owner& owner);
-  // Whether torch has a hole of `kept` bytes left beside the one that so many bytes would take: the
-  // smallest that holds them.
+  // Whether torch has a hole of `kept` bytes left beside the one that so many bytes would take.
   bool fits_beside(const Owner& owner, Bytes bytes, Bytes kept);
   // Whether there are holes for both at once. Where none has `bytes`, the largest is part of what
   // would be made one.
@@ -162,6 +162,7 @@ class CacheMap {
   };
   using Segments = std::pmr::map<Address, Segment>;
   using Lives = std::pmr::map<Address, Bytes>;
+  using Holes = std::pmr::multiset<Bytes>;
 
   void do_apply(const CacheEvent& event);
   void add_segment(const CacheEvent& event);
@@ -172,6 +173,9 @@ class CacheMap {
   // The hole between the blocks around `address`, where none is at it.
   void hole_around(const Segment& segment, Address base, Lives::iterator after, Address* begin,
                    Address* end);
+  Holes::const_iterator fit(const Owner& owner, const Holes& holes, Bytes bytes);
+  // Whether there is one of `other` beside the one that so many bytes take.
+  static bool has_beside(const Holes& holes, Holes::const_iterator taken, Bytes bytes, Bytes other);
   void add_hole(const Segment& segment, Bytes bytes);
   void remove_hole(const Segment& segment, Bytes bytes);
   void note_reserved(Bytes before);
@@ -211,7 +215,9 @@ class CacheMap {
     std::array<Bytes, 2> before{};  // in the two steps before
   };
   std::pmr::map<driver::Stream, StreamCount> streams_{&nodes_};
-  std::pmr::map<Owner, std::pmr::multiset<Bytes>> holes_{&nodes_};
+  std::pmr::map<Owner, Holes> holes_{&nodes_};  // none is empty
+  // Holes that could grow, and to how much. Only for `fit`, kept for its memory.
+  std::vector<std::pair<Bytes, Bytes>> growing_;
   Usage usage_;
   Bytes mark_ = kUnlimited;
   Bytes largest_request_ = 0;

@@ -23,9 +23,11 @@ class HolesAhead {
   // The next one that is wanted by now, of those from place `from` on; null without any. `soon`:
   // it is worth making others leave for it.
   const Hole* wanted(std::uint32_t trace, std::size_t now, std::size_t from, bool* soon) const;
-  // In this step it is not made yet, for a request that comes earlier; 0: it is made now. Where it
-  // is lacking in the same step, it comes first from then on.
+  // In this step it is not made yet, for a request that comes earlier. Where it is lacking in the
+  // same step, it comes first from then on.
   void postponed(std::uint32_t trace, const Hole& hole, std::uint32_t step);
+  // It is made after all.
+  void made(std::uint32_t trace, const Hole& hole) { postponed(trace, hole, 0); }
   bool empty() const { return known_.empty(); }
 
  private:

@@ -341,6 +341,20 @@ bool Plan::request_came() const {
   return here && now_->seen.requests.back() >= expected_request();
 }
 
+void Plan::squeezed(std::size_t place, Bytes request) {
+  if (now_ != nullptr) {
+    Bytes& largest = now_->seen.squeezed[place];
+    largest = std::max(largest, request);
+  }
+}
+
+Bytes Plan::squeezed_ahead(std::size_t places) const {
+  if (!follows() || now_->kin) {
+    return 0;
+  }
+  return now_->trace->largest_squeezed_in(place(), place() + places);
+}
+
 Bytes Plan::largest_ahead(std::size_t places) const {
   if (!follows() || now_->kin) {
     return 0;
@@ -411,6 +425,7 @@ void Plan::learn(Step& step) {
     trace->unavoidable =
         (*same)->high == trace->high ? std::min((*same)->live_peak, trace->live_peak) : 0;
     trace->requests_before = (*same)->requests;
+    trace->squeezed.merge((*same)->squeezed);
     trace->repeated = serial_;
     trace->planned = planned;
     trace->drops_late = (*same)->drops_late;

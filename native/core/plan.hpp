@@ -75,6 +75,10 @@ class Plan {
   // What that will be when the next one is, by the last two such steps. Where they asked for
   // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
+  // A request at that place has made a record leave that had come back ahead.
+  void squeezed(std::size_t place, Bytes request);
+  // The largest of such requests in so many places from here on, in steps before.
+  Bytes squeezed_ahead(std::size_t places) const;
   // Whether one as large was seen at this place.
   bool request_came() const;
   // The largest of those of so many places from here on; 0 where that is a guess.

@@ -54,7 +54,7 @@ void TorchStore::set_aside(Entry& entry) {
     Attempt attempt;
     const bool leave = window.victims > 0;
     if (!window.found || (leave && !soon) ||
-        (leave && evict_window(window, attempt) != Evicted::yes)) {
+        (leave && evict_window(window, attempt, hole.place, hole.bytes) != Evicted::yes)) {
       return;
     }
   }
@@ -72,8 +72,8 @@ void TorchStore::set_aside(Entry& entry) {
     return;
   }
   if (made) {
-    end_aside();                                   // of another thread that was here meanwhile
-    ahead_.postponed(d_.plan.repeats(), hole, 0);  // no more
+    end_aside();  // of another thread that was here meanwhile
+    ahead_.made(d_.plan.repeats(), hole);
     aside_ = held;
     hole_ = hole;
     hole_step_ = d_.books.step();

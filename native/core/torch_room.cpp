@@ -275,11 +275,16 @@ Evicted TorchStore::evict_last(bool of_mem_pools, Attempt& attempt) {
   return result;
 }
 
-Evicted TorchStore::evict_window(const Window& window, Attempt& attempt) {
+// For a request at that place.
+Evicted TorchStore::evict_window(const Window& window, Attempt& attempt, std::size_t place,
+                                 Bytes request) {
   victims_.clear();
   for (std::size_t i = window.begin; i < window.end; ++i) {
     if (sight_.candidates[i].kind == Candidate::Kind::victim) {
       victims_.push_back(sight_.blocks[i]->record);
+      if (victims_.back()->prefetched) {
+        d_.plan.squeezed(place, request);
+      }
     }
   }
   return d_.room.evict_together(victims_, attempt);
@@ -381,7 +386,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         continue;
       }
       if (window.found && window.victims > 0) {
-        look = d_.room.helped(entry, evict_window(window, attempt), attempt);
+        look =
+            d_.room.helped(entry, evict_window(window, attempt, d_.plan.place(), request), attempt);
         if (look || weights_leave(true) || aside_leaves()) {
           continue;
         }

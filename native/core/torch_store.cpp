@@ -493,8 +493,11 @@ Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream
   // Not into the only hole of a request to come, while torch cannot grow for that: the copy would
   // be waited for there, and made again. Small blocks come from segments of their own.
   const Bytes kept = bytes > kSmallLimit ? d_.plan.largest_ahead(kPlacesAhead) : 0;
-  if (kept > bytes && !cache_.fits_beside(owner, bytes, kept) && !may_grow(kept)) {
-    return nullptr;
+  const Bytes squeezed = bytes > kSmallLimit ? d_.plan.squeezed_ahead(kPlacesAhead) : 0;
+  for (const Bytes request : {kept, squeezed}) {
+    if (request > bytes && !cache_.fits_beside(owner, bytes, request) && !may_grow(request)) {
+      return nullptr;
+    }
   }
   if (cache_.largest_hole(owner) < bytes && (far || !may_grow(bytes))) {
     return nullptr;

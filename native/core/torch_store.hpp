@@ -128,7 +128,7 @@ class TorchStore final : public Store {
   void choose_small(Bytes request, const CacheMap::Owner& owner);
   bool make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Attempt& attempt);
   void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
-  Evicted evict_window(const Window& window, Attempt& attempt);
+  Evicted evict_window(const Window& window, Attempt& attempt, std::size_t place, Bytes request);
   Evicted evict_last(bool of_mem_pools, Attempt& attempt);
   bool is_there(const Window& window, Bytes roof);
   void evict_down(Entry& entry);

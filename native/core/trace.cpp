@@ -112,6 +112,14 @@ Bytes Trace::largest_request_in(std::size_t begin, std::size_t end) const {
   return largest;
 }
 
+Bytes Trace::largest_squeezed_in(std::size_t begin, std::size_t end) const {
+  Bytes largest = 0;
+  for (auto one = squeezed.lower_bound(begin); one != squeezed.end() && one->first < end; ++one) {
+    largest = std::max(largest, one->second);
+  }
+  return largest;
+}
+
 // As measured, else as the quickest of its kind that was, by bytes; else slower than any GPU is.
 std::uint64_t Trace::time_to_make(const Entry& entry) const {
   if (entry.again_ns != 0) {
@@ -314,14 +322,15 @@ std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
 // Where such a step was not measured as it went, the turns of before stay. None where weights come
 // and go: their memory lies otherwise each time, and so others leave first.
 void Trace::order_copies() {
-  if ((at_ns.size() != full.size() || rates.out <= 0) && weight_uses.empty()) {
+  const bool with_weights = !weight_uses.empty();
+  if ((at_ns.size() != full.size() || rates.out <= 0) && !with_weights) {
     return;
   }
   for (Entry& entry : entries) {
     entry.turn = KnownRecord::kNever;
   }
   std::vector<PlannedCopy> planned_copies;
-  for (std::uint32_t i = 0; i < entries.size() && weight_uses.empty(); ++i) {
+  for (std::uint32_t i = 0; i < entries.size() && !with_weights; ++i) {
     const Entry& entry = entries[i];
     if (entry.leaves && !entry.dropped && entry.retained < at_ns.size()) {
       planned_copies.push_back({i, at_ns[entry.retained], entry.block_bytes, entry.left_as});
@@ -353,7 +362,8 @@ bool Trace::wastes_memory(const KnownStep& step, double times) const {
 // the same plan is tried that drops late, or the other way round: first where hardly anything else
 // explains what they spend, else last.
 void Trace::try_another() {
-  constexpr double kMost = 16;
+  constexpr double kExplained = 2;  // times what is forecast
+  constexpr double kHardly = 16;
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
   const RunPlan was = plan();
@@ -368,29 +378,31 @@ void Trace::try_another() {
   }
   RunPlan chosen = trials.best();
   const bool other = !chosen.drops_late;
-  const bool may = timed >= kTimedAtLeast && timed + 1 < kTimed && !trials.tried(other);
+  const bool last = timed + 1 >= kTimed;
+  const bool other_way = timed >= kTimedAtLeast && !last && !trials.tried(other);
   const auto untried = [&](const Proposal& one) {
-    return one.fates != was.fates && !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
+    return !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
   };
-  if (may && wastes_memory(step, kMost)) {
+  if (other_way && wastes_memory(step, kHardly)) {
     chosen.drops_late = other;
-  } else if (!found.empty() && found.front().ns < least && untried(found.front())) {
+  } else if (!found.empty() && found.front().ns < least && found.front().fates != was.fates &&
+             untried(found.front())) {
     chosen.fates = std::move(found.front().fates);
   } else if (costly) {
     // By what such steps spent, where that is more than was forecast.
     for (Proposal& one : found) {
-      if (one.ns < spent && !trials.tried(RunPlan(one.fates, chosen.drops_late), records)) {
+      if (one.ns < spent && untried(one)) {
         chosen.fates = std::move(one.fates);
         break;
       }
     }
   }
   const bool no_more = chosen == trials.best() || !trials.more();
-  if ((timed >= kTimedAtLeast && no_more) || timed + 1 >= kTimed) {
+  if ((timed >= kTimedAtLeast && no_more) || last) {
     chosen = trials.best();
-    if (may && wastes_memory(step, 2)) {
+    if (other_way && wastes_memory(step, kExplained)) {
       chosen.drops_late = other;
-    } else if (trials.sure_of_best() || timed + 1 >= kTimed) {
+    } else if (trials.sure_of_best() || last) {
       timed = kTimed;
     }
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <vector>
 
 #include "core/planner.hpp"
@@ -132,10 +133,14 @@ struct Trace {
   // recipes ask for does not count, so that it is the same whatever is made again.
   std::vector<Bytes> requests;
   std::vector<Bytes> requests_before;
+  // Requests that made records leave again that had come back ahead, by their places: the largest
+  // of each. There may be more of them than holes are set aside for.
+  std::map<std::size_t, Bytes> squeezed;
 
   // That one; where nothing was asked for there, the largest around it.
   Bytes request_at(std::size_t place) const;
   Bytes largest_request_in(std::size_t begin, std::size_t end) const;  // places
+  Bytes largest_squeezed_in(std::size_t begin, std::size_t end) const;
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 

@@ -74,6 +74,12 @@ struct Op {
   at::Tensor (*run)(const Recipe& recipe, Inputs inputs);
 };
 
+// A parameter, as the node found it.
+struct Leaf {
+  at::Tensor tensor;
+  std::uint32_t version = 0;
+};
+
 struct Recipe {
   const Op* op = nullptr;
   const InPlace* after = nullptr;  // what ran in place on the op's output; null for nothing
@@ -82,8 +88,7 @@ struct Recipe {
   at::Scalar numbers[2];
   at::Scalar after_number;
   std::string word;
-  at::Tensor leaves[2];  // what the node did not save of its inputs
-  std::uint32_t leaf_versions[2] = {};
+  Leaf leaves[2];  // what the node did not save of its inputs
   std::uint32_t settings = 0;
   at::DimVector sizes;
   std::uint64_t bytes = 0;
@@ -124,10 +129,14 @@ bool take_leaf(const Node& node, std::size_t n, Recipe& recipe, std::size_t plac
   auto* to = node.num_outputs() > n ? node.next_edge(n).function.get() : nullptr;
   auto* leaf = dynamic_cast<AccumulateGrad*>(to);
   if (leaf != nullptr) {
-    recipe.leaves[place] = leaf->variable.detach();
-    recipe.leaf_versions[place] = leaf->variable._version();
+    recipe.leaves[place] = {leaf->variable.detach(), leaf->variable._version()};
   }
   return leaf != nullptr;
+}
+
+// A norm's.
+bool take_weight_and_bias(const Node& node, Recipe& recipe) {
+  return take_leaf(node, 1, recipe, 0) && take_leaf(node, 2, recipe, 1);
 }
 
 template <class Node_>
@@ -152,8 +161,7 @@ template <class Node_>
 bool note_batch_norm(Node& node, Recipe& recipe, PyTypeObject* handle, double eps) {
   auto& of = static_cast<Node_&>(node);
   recipe.numbers[0] = eps;
-  return of.training && take_leaf(node, 1, recipe, 0) && take_leaf(node, 2, recipe, 1) &&
-         recipe.take(of.input_, handle);
+  return of.training && take_weight_and_bias(node, recipe) && recipe.take(of.input_, handle);
 }
 
 // On a GPU with the mean and the deviation that forward saved, which an op takes: finding them
@@ -166,8 +174,8 @@ bool note_native_batch_norm(Node& node, Recipe& recipe, PyTypeObject* handle) {
 }
 
 at::Tensor run_native_batch_norm(const Recipe& recipe, Inputs in) {
-  const at::Tensor& weight = recipe.leaves[0];
-  const at::Tensor& bias = recipe.leaves[1];
+  const at::Tensor& weight = recipe.leaves[0].tensor;
+  const at::Tensor& bias = recipe.leaves[1].tensor;
   const double eps = recipe.numbers[0].toDouble();
   return in[1].defined()
              ? at::batch_norm_elemt(in[0], weight, bias, in[1], in[2], eps)
@@ -247,7 +255,8 @@ const std::unordered_map<std::type_index, Op>& ops() {
                  recipe.take(of.mat2_, handle);
         },
         [](const Recipe& recipe, Inputs in) {
-          return at::addmm(recipe.leaves[0], in[0], in[1], recipe.numbers[0], recipe.numbers[1]);
+          return at::addmm(recipe.leaves[0].tensor, in[0], in[1], recipe.numbers[0],
+                           recipe.numbers[1]);
         }}},
       {typeid(NativeBatchNormBackward0),
        {15, "batch_norm", false, &note_native_batch_norm, &run_native_batch_norm}},
@@ -258,8 +267,9 @@ const std::unordered_map<std::type_index, Op>& ops() {
           return note_batch_norm<Norm>(node, recipe, handle, static_cast<Norm&>(node).epsilon);
         },
         [](const Recipe& recipe, Inputs in) {
-          return std::get<0>(at::cudnn_batch_norm(in[0], recipe.leaves[0], recipe.leaves[1], {}, {},
-                                                  true, 0, recipe.numbers[0].toDouble()));
+          return std::get<0>(at::cudnn_batch_norm(in[0], recipe.leaves[0].tensor,
+                                                  recipe.leaves[1].tensor, {}, {}, true, 0,
+                                                  recipe.numbers[0].toDouble()));
         }}},
       {typeid(NativeGroupNormBackward0),
        {17, "group_norm", false,
@@ -267,12 +277,11 @@ const std::unordered_map<std::type_index, Op>& ops() {
           auto& of = static_cast<NativeGroupNormBackward0&>(node);
           recipe.numbers[0] = of.eps;
           recipe.numbers[1] = of.group;
-          return take_leaf(node, 1, recipe, 0) && take_leaf(node, 2, recipe, 1) &&
-                 recipe.take(of.input_, handle);
+          return take_weight_and_bias(node, recipe) && recipe.take(of.input_, handle);
         },
         [](const Recipe& recipe, Inputs in) {
-          return at::group_norm(in[0], recipe.numbers[1].toLong(), recipe.leaves[0],
-                                recipe.leaves[1], recipe.numbers[0].toDouble());
+          return at::group_norm(in[0], recipe.numbers[1].toLong(), recipe.leaves[0].tensor,
+                                recipe.leaves[1].tensor, recipe.numbers[0].toDouble());
         }}},
   };
   return all;
@@ -351,7 +360,7 @@ std::uint32_t rests_on(const Recipe& recipe, const at::Tensor& made) {
   }
   mix(&word, kind_of(recipe));
   mix(&word, recipe.word.data(), recipe.word.size());
-  for (const at::Tensor& leaf : recipe.leaves) {
+  for (const auto& [leaf, version] : recipe.leaves) {
     if (leaf.defined()) {
       mix_tensor(&word, leaf);
       mix(&word, reinterpret_cast<std::uintptr_t>(leaf.data_ptr()) % 512);
@@ -409,7 +418,7 @@ void find(void* object, void* handle, FoundRecipe* found) {
     recipe->settings = recipe->op->exact ? 0 : settings_now();
     found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
                    kind_of(*recipe), recipe->op->exact, rests_on(*recipe, made)};
-    found->leaf = recipe->leaves[0].defined();
+    found->leaf = recipe->leaves[0].tensor.defined();
     found->op = recipe->after != nullptr ? recipe->after->name : recipe->op->name;
     found->inputs = recipe->count;
     std::copy_n(recipe->inputs, recipe->count, found->input);
@@ -446,9 +455,8 @@ void* run(void* made_by, void* const* inputs, bool* differs) {
                          ? made.is_contiguous() && made.nbytes() == recipe.bytes
                          : made.sizes() == recipe.sizes && made.strides() == recipe.strides;
   bool changed = !recipe.op->exact && settings_now() != recipe.settings;
-  for (std::size_t i = 0; i < std::size(recipe.leaves); ++i) {
-    const at::Tensor& leaf = recipe.leaves[i];
-    changed |= leaf.defined() && leaf._version() != recipe.leaf_versions[i];
+  for (const auto& [leaf, version] : recipe.leaves) {
+    changed |= leaf.defined() && leaf._version() != version;
   }
   if (!alike || changed || made.scalar_type() != recipe.dtype || made.storage_offset() != 0) {
     *differs = true;

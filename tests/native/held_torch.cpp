@@ -174,19 +174,38 @@ bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address
   return true;
 }
 
-// The smallest that fits, and of those the one at the lowest address.
+// get_free_block. The smallest that fits, and of those the one at the lowest address; but what ends
+// where an expandable segment is not mapped is as large as it could grow, as long as the next
+// larger one is smaller than that.
 FakeTorch::Chunks::iterator FakeTorch::best_fit(Bytes bytes, driver::Stream stream,
                                                 TorchPool pool) {
-  auto best = chunks_.end();
+  std::vector<Chunks::iterator> fitting;
   for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk) {
     const Segment& segment = segments_.at(chunk->second.segment);
     if (!chunk->second.used && chunk->second.bytes >= bytes && segment.stream == stream &&
-        segment.pool == pool && segment.small == (bytes <= kSmallSize) &&
-        (best == chunks_.end() || chunk->second.bytes < best->second.bytes)) {
-      best = chunk;
+        segment.pool == pool && segment.small == (bytes <= kSmallSize)) {
+      fitting.push_back(chunk);
     }
   }
-  return best;
+  std::stable_sort(fitting.begin(), fitting.end(), [](const auto& one, const auto& other) {
+    return one->second.bytes < other->second.bytes;
+  });
+  const auto grown = [&](Chunks::iterator chunk) {
+    const Segment& segment = segments_.at(chunk->second.segment);
+    const Address end = chunk->first + chunk->second.bytes;
+    if (segment.page == 0 || segment.pages.contains(end)) {
+      return chunk->second.bytes;
+    }
+    const auto next = segment.pages.lower_bound(end);
+    const Address last = chunk->second.segment + segment.bytes;
+    return (next != segment.pages.end() ? next->first : last) - chunk->first;
+  };
+  for (std::size_t i = 0; i < fitting.size(); ++i) {
+    if (i + 1 == fitting.size() || grown(fitting[i + 1]) >= grown(fitting[i])) {
+      return fitting[i];
+    }
+  }
+  return chunks_.end();
 }
 
 void FakeTorch::map_at(Address address, Bytes bytes, driver::PhysicalHandle handle) {
