@@ -25,6 +25,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 COMPARED_STEPS = 2
 WARM_STEPS = 3  # after the first inside a pool: they learn, and pin memory
 MOST_STEPS = 8  # of a turn
+UNSETTLED_STEPS = 40  # instead of `settling`: of varying shapes, and of several ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Pace(harness.Pace):
     """`lead_seconds`: as steps, of plain torch. `seconds`: a turn of short steps has more of them.
 
     `checkpoint_rounds`: it is only looked at beside, so it need not be in all. `settling`: steps in
-    a budget by which plans are tried out, before any is timed.
+    a budget, at most, in which plans are tried out before any is timed.
     """
 
     seconds: float
@@ -52,6 +53,7 @@ class Measured:
     budgets: dict[str, Budget] = dataclasses.field(default_factory=dict)
     links: dict[int, Link] = dataclasses.field(default_factory=dict)
     first: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    settling: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     turns: dict[str, dict[int, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     calls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     gaps: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -267,7 +269,9 @@ class CaseRun:
         later = worker.ask("single", mode=budget, number=0)
         self.measured.first[key] = {"first": first, "later": later, "cold": cold}
         if self.pace.settling and budget != FREE:
-            worker.ask("turn", mode=budget, number=10, count=1, lead=self.pace.settling)
+            repeats = not self.case.varying and self.case.ranks == 1
+            most = self.pace.settling if repeats else min(self.pace.settling, UNSETTLED_STEPS)
+            self.measured.settling[key] = worker.ask("settle", mode=budget, number=10, most=most)
 
     def _turn(self, key: str, at: int) -> None:
         number = 10 + at * self._count

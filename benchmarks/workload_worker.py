@@ -34,6 +34,7 @@ from worker import SEED, Marks
 from workload_cases import FREE
 
 PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never ends
+SETTLING_STEPS = 20  # between two looks at whether other plans are tried
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
 COUNTED = (
     *(*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies"),
@@ -194,6 +195,16 @@ class WorkloadWorker(worker.Worker):
             "plan_state": state,
             **found,
         }
+
+    def settle(self, mode: str, number: int, most: int) -> dict[str, Any]:
+        """Steps until none of the ranks tries another plan, or so many; they are not timed."""
+        ran = 0
+        while ran < most:
+            self._lead(mode, number + ran, min(SETTLING_STEPS, most - ran))
+            ran += SETTLING_STEPS
+            if self.pools[mode].plan().settled and self.settings.ranks == 1:
+                break
+        return {"settling_steps": min(ran, most)}
 
     def calls(self, mode: str, number: int, lead: int) -> dict[str, Any]:
         """The calls to CUDA of one step. To be asked of all modes before "gaps" of any."""
@@ -364,7 +375,7 @@ def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 COMMANDS = (
     *("build", "budgets", "single", "memory", "turn", "calls", "gaps", "digests"),
-    *("empty_cache", "link", "trigger", "stats"),
+    *("settle", "empty_cache", "link", "trigger", "stats"),
 )
 
 

@@ -54,8 +54,8 @@ from workload_cases import CASES, Case
 from workload_rows import rows_of, summary_of, unlike_torch
 from workload_run import CaseRun, Measured, Pace
 
-FULL = Pace(5, 4, 2, 0.6, seconds=0.8, checkpoint_rounds=5, settling=40)
-QUICK = Pace(3, 4, 2, 0.4, seconds=0.6, checkpoint_rounds=1, settling=40)
+FULL = Pace(5, 4, 2, 0.6, seconds=0.8, checkpoint_rounds=5, settling=120)
+QUICK = Pace(3, 4, 2, 0.4, seconds=0.6, checkpoint_rounds=1, settling=120)
 TINY = Pace(1, 2, 1, 0, seconds=0, checkpoint_rounds=0, settling=0)
 AHEAD = 3  # workloads whose processes start before it is their turn: importing torch takes long
 SAME = ("sources", "device", "torch", "driver")  # of results that may be joined

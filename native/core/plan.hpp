@@ -183,6 +183,7 @@ class Plan {
         0;  // of computing, from the first save to the last use; 0: not measured
     std::uint64_t best_ns = 0;  // the quickest such step, with all waits; 0: likewise
     Forecast forecast;
+    bool settled = false;  // no other plan will be tried, as long as steps cost what they do
   };
   Shown shown() const;
   // What made the record, and the region that it was saved in; null where nobody knows.

@@ -350,17 +350,19 @@ void Trace::choose() {
   }
 }
 
-// Whether steps of the best plan spend so many times what is forecast, which knows of no holes.
-bool Trace::wastes_memory(const KnownStep& step, double times) const {
-  const Forecast of = forecast(step, trials.best().fates);
+// Whether what steps spend is so many times what is forecast with these fates, by which something
+// is dropped: forecasts know of no holes.
+bool Trace::wastes_memory(const KnownStep& step, std::span<const Fate> fates, double times) const {
+  const Forecast of = forecast(step, fates);
   const auto told = static_cast<double>(of.late_ns + of.again_ns);
   const auto spent = static_cast<double>(trials.best_spent_ns());
   return of.dropped > 0 && spent > times * told + 2 * noise(step);
 }
 
 // As long as such steps take longer than something else that is forecast. Where they waste memory
-// the same plan is tried that drops late, or the other way round: first where hardly anything else
-// explains what they spend, else last.
+// one is tried that drops late, or the other way round: first where hardly anything else explains
+// what they spend, else last. By then the best may leave what its steps were driven to, and explain
+// much: what is forecast at less is tried that way in its place.
 void Trace::try_another() {
   constexpr double kExplained = 2;  // times what is forecast
   constexpr double kHardly = 16;
@@ -377,14 +379,18 @@ void Trace::try_another() {
     found = proposals(step, before, spent > told + 2 * noise(step));
   }
   RunPlan chosen = trials.best();
-  const bool other = !chosen.drops_late;
   const bool last = timed + 1 >= kTimed;
-  const bool other_way = timed >= kTimedAtLeast && !last && !trials.tried(other);
+  RunPlan other_way(chosen.fates, !chosen.drops_late);
+  if (const Forecast of = forecast(step, chosen.fates);
+      !found.empty() && found.front().ns < static_cast<double>(of.late_ns + of.again_ns)) {
+    other_way.fates = found.front().fates;
+  }
+  const bool may = timed >= kTimedAtLeast && !last && !trials.tried(other_way.drops_late);
   const auto untried = [&](const Proposal& one) {
     return !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
   };
-  if (other_way && wastes_memory(step, kHardly)) {
-    chosen.drops_late = other;
+  if (may && wastes_memory(step, other_way.fates, kHardly)) {
+    chosen = other_way;
   } else if (!found.empty() && found.front().ns < least && found.front().fates != was.fates &&
              untried(found.front())) {
     chosen.fates = std::move(found.front().fates);
@@ -400,8 +406,8 @@ void Trace::try_another() {
   const bool no_more = chosen == trials.best() || !trials.more();
   if ((timed >= kTimedAtLeast && no_more) || last) {
     chosen = trials.best();
-    if (other_way && wastes_memory(step, kExplained)) {
-      chosen.drops_late = other;
+    if (may && wastes_memory(step, other_way.fates, kExplained)) {
+      chosen = std::move(other_way);
     } else if (trials.sure_of_best() || last) {
       timed = kTimed;
     }

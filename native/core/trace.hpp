@@ -160,7 +160,7 @@ struct Trace {
   void choose();
   void try_another();
   bool drops() const;
-  bool wastes_memory(const KnownStep& step, double times) const;
+  bool wastes_memory(const KnownStep& step, std::span<const Fate> fates, double times) const;
   // Whether the best of its plans that drop takes a good part longer than what it computes.
   bool far_from_free() const;
   // In turn, each that a settled plan drops for a recipe to make again.

@@ -79,8 +79,8 @@ nb::list pinned_demand(int device) {
   return found;
 }
 
-// (step, best, late, again: ns; by region and op: both, records, bytes that stay, leave, are
-// dropped, ns)
+// (step, best, late, again: ns; settled; by region and op: both, records, bytes that stay, leave,
+// are dropped, ns)
 nb::tuple plan(int device) {
   const core::Plan::Shown shown =
       without_gil(device, [](core::Runtime& runtime) { return runtime.plan_shown(); });
@@ -91,7 +91,7 @@ nb::tuple plan(int device) {
                               one.stays, one.leaves, one.drops, one.again_ns));
   }
   return nb::make_tuple(shown.step_ns, shown.best_ns, shown.forecast.late_ns,
-                        shown.forecast.again_ns, ops);
+                        shown.forecast.again_ns, shown.settled, ops);
 }
 
 nb::dict dict_of(const core::Reading& reading) {

@@ -40,6 +40,8 @@ class StepPlan:
     """Forecast: the GPU waits for the link."""
     again_ms: float
     """Forecast: it makes again what was dropped."""
+    settled: bool = True
+    """Whether no other plan will be tried, as long as steps cost what they do."""
 
     def __str__(self) -> str:
         if not self.lines:
@@ -71,6 +73,8 @@ class StepPlan:
         told += f", {self.again_ms:.1f} ms made again"
         if self.best_ms > 0:
             told += f"; best so far {self.best_ms:.1f} ms in all"
+        if not self.settled:
+            told += "; other plans are still tried"
         return told + "."
 
 
@@ -85,10 +89,10 @@ def _row(line: PlanLine) -> tuple[str, ...]:
 
 def read(device: int) -> StepPlan:
     """Of a device that is open, or an empty one."""
-    step, best, late, again, ops = native.plan(device)
+    step, best, late, again, settled, ops = native.plan(device)
     lines = [
         PlanLine(region, op, storages, stays, moves, dropped, ns / 1e6)
         for region, op, storages, stays, moves, dropped, ns in ops
     ]
     lines.sort(key=lambda line: (-line.moves - line.dropped, -line.stays, line.region, line.op))
-    return StepPlan(tuple(lines), step / 1e6, best / 1e6, late / 1e6, again / 1e6)
+    return StepPlan(tuple(lines), step / 1e6, best / 1e6, late / 1e6, again / 1e6, settled)

@@ -160,7 +160,7 @@ def from_json(found: Any) -> StepShape | None:
         names = ("all_ms", "waited_ms", "again_ms", "d2h_rate", "h2d_rate", "kind", "high")
         return StepShape(
             curve=_curve(found["curve"]),
-            plan=StepPlan(lines, **times),
+            plan=StepPlan(lines, **times, settled=bool(plan.get("settled", True))),
             known=_unpacked(found["packed"]) if "packed" in found else None,
             dirty=_number(found.get("dirty", 0)),  # an older version wrote none
             **{name: _number(found[name]) for name in names},

@@ -192,12 +192,13 @@ FakeTorch::Chunks::iterator FakeTorch::best_fit(Bytes bytes, driver::Stream stre
   });
   const auto grown = [&](Chunks::iterator chunk) {
     const Segment& segment = segments_.at(chunk->second.segment);
+    const Address base = chunk->second.segment;
     const Address end = chunk->first + chunk->second.bytes;
-    if (segment.page == 0 || segment.pages.contains(end)) {
+    if (segment.page == 0 || (end - base) % segment.page != 0 || segment.pages.contains(end)) {
       return chunk->second.bytes;
     }
     const auto next = segment.pages.lower_bound(end);
-    const Address last = chunk->second.segment + segment.bytes;
+    const Address last = base + segment.bytes;
     return (next != segment.pages.end() ? next->first : last) - chunk->first;
   };
   for (std::size_t i = 0; i < fitting.size(); ++i) {

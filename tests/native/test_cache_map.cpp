@@ -178,6 +178,25 @@ TEST("what torch would put into its smallest hole leaves another one beside it, 
   CHECK(fits(20_MiB, 40_MiB));
 }
 
+TEST("a hole behind which an expandable segment could grow is taken last") {
+  Map map;
+  const auto fits = [&](Bytes bytes, Bytes kept) {
+    return map.fits_beside(CacheMap::Owner{map.stream, map.pool}, bytes, kept);
+  };
+  map.mapped(0, 200_MiB);
+  map.alloc(0, 10_MiB);
+  map.alloc(50_MiB, 120_MiB);  // 40 MiB before it, 30 MiB behind it
+  CHECK(!fits(4_MiB, 40_MiB));
+  CHECK(fits(4_MiB, 30_MiB));
+  map.alloc(180_MiB, 20_MiB);  // now the latter is one of 10 MiB like any other
+  CHECK(fits(4_MiB, 40_MiB));
+  map.freed(180_MiB, 20_MiB);
+  map.mapped(400_MiB, 20_MiB);  // likewise
+  map.alloc(400_MiB, 20_MiB);
+  CHECK(!fits(4_MiB, 40_MiB));
+  CHECK(fits(40_MiB, 30_MiB));
+}
+
 TEST("a request of the engine's own leaves no trace") {
   Map map;
   map.segment(0, 60_MiB);

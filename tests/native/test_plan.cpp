@@ -397,6 +397,28 @@ TEST("what is asked for to make another one again does not move the requests tha
   CHECK(turn(false) == requests);
 }
 
+TEST("requests that made early ones leave again are known in the steps after, until they come") {
+  Plan plan;
+  const auto turn = [&](bool squeezed) {
+    const auto places = forward(plan, {1_MiB, 2_MiB});
+    std::vector<Bytes> ahead{plan.squeezed_ahead(2)};
+    if (squeezed) {
+      plan.squeezed(plan.place() + 1, 96_MiB);
+      plan.squeezed(plan.place() + 1, 40_MiB);
+    }
+    for (const std::size_t i : {1, 0}) {
+      plan.unpacked(places[i]);
+      ahead.push_back(plan.squeezed_ahead(2));
+      plan.closed(places[i]);
+    }
+    return ahead;
+  };
+  CHECK(turn(true) == (std::vector<Bytes>{0, 0, 0}));
+  const std::vector<Bytes> known{96_MiB, 96_MiB, 0};
+  CHECK(turn(false) == known);
+  CHECK(turn(false) == known);  // kept, for it is what keeps it from happening again
+}
+
 TEST("a plan tells whether the request that it expects has come") {
   Plan plan;
   const auto turn = [&] {
