@@ -197,14 +197,17 @@ class WorkloadWorker(worker.Worker):
         }
 
     def settle(self, mode: str, number: int, most: int) -> dict[str, Any]:
-        """Steps until none of the ranks tries another plan, or so many; they are not timed."""
-        ran = 0
-        while ran < most:
-            self._lead(mode, number + ran, min(SETTLING_STEPS, most - ran))
-            ran += SETTLING_STEPS
-            if self.pools[mode].plan().settled and self.settings.ranks == 1:
-                break
-        return {"settling_steps": min(ran, most)}
+        """Steps that are not timed: until no other plan is tried and then some, or so many.
+
+        Of several ranks so many: one may have settled while another has not.
+        """
+        ran, settled = 0, False
+        while ran < most and not settled:
+            settled = self.settings.ranks == 1 and self.pools[mode].plan().settled
+            steps = min(SETTLING_STEPS, most - ran)
+            self._lead(mode, number + ran, steps)
+            ran += steps
+        return {"settling_steps": ran}
 
     def calls(self, mode: str, number: int, lead: int) -> dict[str, Any]:
         """The calls to CUDA of one step. To be asked of all modes before "gaps" of any."""

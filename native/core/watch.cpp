@@ -28,17 +28,20 @@ bool Watch::differ(const Costs& a, const Costs& b) {
 bool Watch::moved(const StepTimes& times, std::uint64_t spent_ns, std::uint32_t step) {
   const Costs now{times.points.empty() ? 0 : static_cast<double>(times.points.back().ns),
                   rate(times.out_bytes, times.out_ns), rate(times.in_bytes, times.in_ns)};
-  const bool first = then_.compute_ns <= 0;  // of a new plan
+  const bool first = ++looks_ == 1;  // of a new plan
   if (first) {
     then_ = now;
   }
   const double spends = static_cast<double>(times.all_ns) - now.compute_ns;
-  const bool dearer = !first && spends > static_cast<double>(spent_ns) + kFifth * now.compute_ns;
+  const bool compares = !first || at_once_ < kAtOnce;
+  const bool dearer = compares && spends > static_cast<double>(spent_ns) + kFifth * now.compute_ns;
   const bool differs = differ(now, then_) || dearer;
   next_ = step + (differs ? 1 : every_);
   if (!std::exchange(once_, differs) || !differs) {
     return false;
   }
+  at_once_ += looks_ == 2 ? 1 : 0;
+  looks_ = 0;
   then_ = {};
   once_ = false;
   every_ = std::min(2 * every_, kRarest);

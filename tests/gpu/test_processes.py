@@ -108,6 +108,26 @@ print(pool.stats().mode, torch.equal(x.grad, x.exp()))
     assert "native True" in printed
 
 
+def test_torch_takes_the_hole_that_could_grow_last(cuda: None) -> None:
+    """`CacheMap::fit` goes by that: of a hole of 64 MiB and one of 36 at the end of what is mapped."""
+    printed = run(
+        """
+import torch
+def block(mib):
+    return torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+first, between, last = block(64), block(20), block(36)  # pages of 20 MiB, all of them
+place, end = first.data_ptr(), last.data_ptr()
+del first, last
+found = block(16)
+print({place: "the larger", end: "the last"}.get(found.data_ptr(), "another"))
+rest = block(48)
+print({place: "the larger", end: "the last"}.get(block(16).data_ptr(), "another"))
+""",
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )
+    assert printed.split("\n")[:2] == ["the larger", "the last"]
+
+
 def test_training_is_right_with_expandable_segments(cuda: None) -> None:
     printed = run(
         f"""

@@ -23,9 +23,23 @@ TEST("a plan is made anew where two looks in a row spend a fifth of computing mo
   CHECK(watch.due(129));
   CHECK(watch.moved(step_of(100, 131), kSpent, 129));
   // The new plan is looked at twice as seldom.
-  CHECK(!watch.moved(step_of(100, 131), kSpent, 150));
+  CHECK(!watch.moved(step_of(100, 130), kSpent, 150));
   CHECK(!watch.due(150 + 127));
   CHECK(watch.due(150 + 128));
+}
+
+TEST("a plan that spends far more than it did as soon as it is kept is left at once, but twice") {
+  Watch watch;
+  std::uint32_t step = 0;
+  const auto left_at_once = [&] {
+    const bool first = watch.due(step) && watch.moved(step_of(100, 131), 10, step);
+    const bool second = watch.due(step + 1) && watch.moved(step_of(100, 131), 10, step + 1);
+    step += 2;
+    return !first && second;
+  };
+  CHECK(left_at_once());
+  CHECK(left_at_once());
+  CHECK(!left_at_once());
 }
 
 TEST("a plan that is made anew over and over is looked at ever more seldom") {
