@@ -465,9 +465,13 @@ CacheMap::Holes::const_iterator CacheMap::fit(const Owner& owner, const Holes& h
     next = base;
   }
   const auto grown = [&](Bytes hole) {
-    const auto found = std::find_if(growing_.begin(), growing_.end(),
-                                    [&](const auto& one) { return one.first == hole; });
-    return found != growing_.end() ? found->second : hole;
+    Bytes most = 0;
+    std::size_t alike = 0;
+    for (const auto& [bytes, with] : growing_) {
+      most = bytes == hole ? std::max(most, with) : most;
+      alike += bytes == hole ? 1 : 0;
+    }
+    return alike > 0 && alike == holes.count(hole) ? most : hole;
   };
   for (auto after = std::next(fit); after != holes.end() && grown(*after) < grown(*fit); ++after) {
     fit = after;

@@ -282,7 +282,9 @@ std::optional<StepToTime> Plan::wants_times(bool others) {
     return {};
   }
   const Trace& trace = *now_->trace;
-  if (trace.timed >= Trace::kTimed && (others || !trace.watch.due(serial_))) {
+  const bool looks = trace.timed >= Trace::kTimed;
+  if ((looks && !trace.watch.due(serial_)) || (others && (looks || trace.proving())) ||
+      trace.cut_off >= Trace::kCutOff) {
     return {};
   }
   timed_step_ = now_->serial;
@@ -294,6 +296,12 @@ void Plan::timed(const StepToTime& step, const StepTimes& times) {
       found != nullptr && found->measured(step, times, rates_, serial_)) {
     ++version_;
     ++turns_;
+  }
+}
+
+void Plan::cut_off(const StepToTime& step) {
+  if (const auto found = trace_of(step.trace); found != nullptr && found->plans == step.plans) {
+    ++found->cut_off;
   }
 }
 
@@ -341,18 +349,18 @@ bool Plan::request_came() const {
   return here && now_->seen.requests.back() >= expected_request();
 }
 
-void Plan::squeezed(std::size_t place, Bytes request) {
+void Plan::crowded(std::size_t place, Bytes request, driver::Stream stream) {
   if (now_ != nullptr) {
-    Bytes& largest = now_->seen.squeezed[place];
-    largest = std::max(largest, request);
+    Trace::Crowding& largest = now_->seen.crowding[place];
+    largest = largest.bytes < request ? Trace::Crowding{request, stream} : largest;
   }
 }
 
-Bytes Plan::squeezed_ahead(std::size_t places) const {
+Bytes Plan::crowding_ahead(std::size_t places, driver::Stream stream) const {
   if (!follows() || now_->kin) {
     return 0;
   }
-  return now_->trace->largest_squeezed_in(place(), place() + places);
+  return now_->trace->largest_crowding_in(place(), place() + places, stream);
 }
 
 Bytes Plan::largest_ahead(std::size_t places) const {
@@ -425,12 +433,13 @@ void Plan::learn(Step& step) {
     trace->unavoidable =
         (*same)->high == trace->high ? std::min((*same)->live_peak, trace->live_peak) : 0;
     trace->requests_before = (*same)->requests;
-    trace->squeezed.merge((*same)->squeezed);
+    trace->keep_crowding(**same);
     trace->repeated = serial_;
     trace->planned = planned;
     trace->drops_late = (*same)->drops_late;
     trace->plans = (*same)->plans;
     trace->timed = (*same)->timed;
+    trace->cut_off = (*same)->cut_off;
     trace->totals = (*same)->totals;
     trace->trials = std::move((*same)->trials);
     trace->watch = (*same)->watch;

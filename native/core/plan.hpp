@@ -69,16 +69,18 @@ class Plan {
   // False once it has gone another way than the trace that it followed: its times say nothing.
   bool measures() const { return timed_step_ != 0; }
   void timed(const StepToTime& step, const StepTimes& times);
+  // The next one began before it was over.
+  void cut_off(const StepToTime& step);
 
   // The largest request since the last record was saved, or asked for by backward.
   void requested(Bytes largest);
   // What that will be when the next one is, by the last two such steps. Where they asked for
   // nothing then, what they asked for around it. 0 where nobody knows.
   Bytes expected_request() const;
-  // A request at that place has made a record leave that had come back ahead.
-  void squeezed(std::size_t place, Bytes request);
+  // A request of the program's at that place has made a record leave that had come back ahead.
+  void crowded(std::size_t place, Bytes request, driver::Stream stream);
   // The largest of such requests in so many places from here on, in steps before.
-  Bytes squeezed_ahead(std::size_t places) const;
+  Bytes crowding_ahead(std::size_t places, driver::Stream stream) const;
   // Whether one as large was seen at this place.
   bool request_came() const;
   // The largest of those of so many places from here on; 0 where that is a guess.

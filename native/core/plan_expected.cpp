@@ -240,7 +240,7 @@ Plan::Shown Plan::shown() const {
   std::vector<KnownRecord> records;
   const KnownStep step = trace.known(&records);
   const std::vector<Fate> fates = trace.fates();
-  all.settled = trace.timed >= Trace::kTimed;
+  all.settled = trace.settled();
   const bool timed = !trace.at_ns.empty();
   std::vector<MadeAgain> again(fates.size());
   if (timed) {

@@ -24,21 +24,19 @@ std::uint64_t together(std::vector<std::pair<std::uint64_t, std::uint64_t>> inte
 
 void StepClock::forget() {
   count_ -= open_ ? 1 : 0;
-  open_ = measuring_ = false;
+  open_ = measuring_ = full_ = false;
 }
 
 void StepClock::tell(Plan& plan) {
-  if (open_ && newest().marks.size() < 2) {
+  if (measuring_ || full_) {
+    plan.cut_off(newest().step);
     forget();
   }
-  open_ = measuring_ = false;
-  oldest_ = count_ == 0 ? 0 : oldest_;  // the first one's events are there
-  for (; count_ > 0; --count_, oldest_ = (oldest_ + 1) % kSteps) {
-    StepTimes times;
-    if (!read(measured_[oldest_], &times)) {
-      return;
-    }
+  open_ = false;
+  for (StepTimes times; count_ > 0 && read(measured_[oldest_], &times); times = {}) {
     plan.timed(measured_[oldest_].step, times);
+    --count_;
+    oldest_ = count_ > 0 ? (oldest_ + 1) % kSteps : 0;  // the first one's events are there
   }
 }
 
@@ -98,7 +96,8 @@ bool StepClock::note(Kind kind, driver::Stream stream, Bytes bytes) {
   Measured& now = newest();
   const std::size_t slot = now.marks.size();
   if (slot == kMarks) {
-    forget();  // what is left out would pass for computing
+    full_ = true;  // what is left out would pass for computing
+    measuring_ = false;
     return false;
   }
   if (slot == now.events.size()) {

@@ -86,6 +86,7 @@ class StepClock {
   std::size_t count_ = 0;
   bool open_ = false;       // the newest is the step that runs
   bool measuring_ = false;  // and more of it is to be noted
+  bool full_ = false;       // and there was more than can be
   std::size_t due_ = 0;     // the next moment to note
   std::size_t every_ = 1;
   int copies_[2] = {0, 0};

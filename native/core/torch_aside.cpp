@@ -54,7 +54,8 @@ void TorchStore::set_aside(Entry& entry) {
     Attempt attempt;
     const bool leave = window.victims > 0;
     if (!window.found || (leave && !soon) ||
-        (leave && evict_window(window, attempt, hole.place, hole.bytes) != Evicted::yes)) {
+        (leave &&
+         evict_window(window, attempt, hole.place, hole.bytes, hole.owner) != Evicted::yes)) {
       return;
     }
   }

@@ -111,7 +111,7 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
     evict_down(entry);
   }
   if (request != 0) {
-    make_hole(entry, request, owner, roof);
+    make_hole(entry, request, OwnRequest::here() == 0 ? told : 0, owner, roof);
   }
   // What the first step has cut, as it asked for one thing after the other, holds no other's
   // blocks. One that saves nothing has no plan, and is served by the same holes again.
@@ -275,15 +275,15 @@ Evicted TorchStore::evict_last(bool of_mem_pools, Attempt& attempt) {
   return result;
 }
 
-// For a request at that place.
+// For a request of the program's at that place; 0 where it is none, or nobody knows.
 Evicted TorchStore::evict_window(const Window& window, Attempt& attempt, std::size_t place,
-                                 Bytes request) {
+                                 Bytes request, const CacheMap::Owner& owner) {
   victims_.clear();
   for (std::size_t i = window.begin; i < window.end; ++i) {
     if (sight_.candidates[i].kind == Candidate::Kind::victim) {
       victims_.push_back(sight_.blocks[i]->record);
-      if (victims_.back()->prefetched) {
-        d_.plan.squeezed(place, request);
+      if (victims_.back()->prefetched && request != 0) {
+        d_.plan.crowded(place, request, owner.stream);
       }
     }
   }
@@ -350,7 +350,8 @@ bool TorchStore::make_small_hole(Entry& entry, Bytes request, const CacheMap::Ow
 // back: what it asks for then lies in segments of its own size. Not after every step that had to
 // give segments back: each would be made again in every step. Nor where sizes differ in each step:
 // the next one breaks them up elsewhere.
-void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof) {
+void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheMap::Owner& owner,
+                           Bytes roof) {
   const Bytes growth = growth_for(request);
   Due& due = d_.gate.due();
   Attempt attempt;
@@ -386,8 +387,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, const CacheMap::Owner& o
         continue;
       }
       if (window.found && window.victims > 0) {
-        look =
-            d_.room.helped(entry, evict_window(window, attempt, d_.plan.place(), request), attempt);
+        look = d_.room.helped(entry, evict_window(window, attempt, d_.plan.place(), told, owner),
+                              attempt);
         if (look || weights_leave(true) || aside_leaves()) {
           continue;
         }

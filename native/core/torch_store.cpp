@@ -493,8 +493,8 @@ Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream
   // Not into the only hole of a request to come, while torch cannot grow for that: the copy would
   // be waited for there, and made again. Small blocks come from segments of their own.
   const Bytes kept = bytes > kSmallLimit ? d_.plan.largest_ahead(kPlacesAhead) : 0;
-  const Bytes squeezed = bytes > kSmallLimit ? d_.plan.squeezed_ahead(kPlacesAhead) : 0;
-  for (const Bytes request : {kept, squeezed}) {
+  const Bytes other = bytes > kSmallLimit ? d_.plan.crowding_ahead(kPlacesAhead, stream) : 0;
+  for (const Bytes request : {kept, other != kept ? other : 0}) {
     if (request > bytes && !cache_.fits_beside(owner, bytes, request) && !may_grow(request)) {
       return nullptr;
     }

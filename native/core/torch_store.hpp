@@ -127,8 +127,9 @@ class TorchStore final : public Store {
   Bytes free_run(std::size_t stretch, bool with) const;
   void choose_small(Bytes request, const CacheMap::Owner& owner);
   bool make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Attempt& attempt);
-  void make_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Bytes roof);
-  Evicted evict_window(const Window& window, Attempt& attempt, std::size_t place, Bytes request);
+  void make_hole(Entry& entry, Bytes request, Bytes told, const CacheMap::Owner& owner, Bytes roof);
+  Evicted evict_window(const Window& window, Attempt& attempt, std::size_t place, Bytes request,
+                       const CacheMap::Owner& owner);
   Evicted evict_last(bool of_mem_pools, Attempt& attempt);
   bool is_there(const Window& window, Bytes roof);
   void evict_down(Entry& entry);

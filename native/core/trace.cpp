@@ -43,7 +43,7 @@ Bytes Trace::memory() const {
           requests.capacity() + requests_before.capacity()) *
              sizeof(Bytes) +
          held.capacity() * sizeof(Held) + weight_uses.capacity() * sizeof(WeightUse) +
-         idle.capacity() * sizeof(IdleWeights);
+         idle.capacity() * sizeof(IdleWeights) + crowding.size() * sizeof(*crowding.begin());
 }
 
 Trace::WeightUse* Trace::newest_use(std::uint32_t group) {
@@ -112,12 +112,22 @@ Bytes Trace::largest_request_in(std::size_t begin, std::size_t end) const {
   return largest;
 }
 
-Bytes Trace::largest_squeezed_in(std::size_t begin, std::size_t end) const {
+Bytes Trace::largest_crowding_in(std::size_t begin, std::size_t end, driver::Stream stream) const {
   Bytes largest = 0;
-  for (auto one = squeezed.lower_bound(begin); one != squeezed.end() && one->first < end; ++one) {
-    largest = std::max(largest, one->second);
+  for (auto one = crowding.lower_bound(begin); one != crowding.end() && one->first < end; ++one) {
+    largest = one->second.stream == stream ? std::max(largest, one->second.bytes) : largest;
   }
   return largest;
+}
+
+// Of the steps before, as far as such requests still come.
+void Trace::keep_crowding(const Trace& before) {
+  for (const auto& [place, request] : before.crowding) {
+    if (largest_request_in(place, place + 1) >= request.bytes) {
+      Crowding& mine = crowding[place];
+      mine = mine.bytes < request.bytes ? request : mine;
+    }
+  }
 }
 
 // As measured, else as the quickest of its kind that was, by bytes; else slower than any GPU is.
@@ -196,11 +206,12 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
   }
   if (timed >= kTimed) {
     const bool tried = trials.best_ns() != 0;
-    if (!watch.moved(times, tried ? trials.best_spent_ns() : Watch::kUnknown, step)) {
+    if (!of.look || !watch.moved(times, tried ? trials.best_spent_ns() : Watch::kUnknown, step)) {
       return false;
     }
     forget_times();
   }
+  const bool had_plan = planned;
   std::vector<std::uint64_t> at(moments, 0);
   for (std::size_t i = 1; i < times.points.size(); ++i) {
     const StepTimes::Point& a = times.points[i - 1];
@@ -239,9 +250,11 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
   if (!drops()) {
     choose();
     timed = timed >= kTimedAtLeast ? kTimed : timed;
-  } else if (!of.proving && trials.took(of.ran.fates.empty() ? plan() : of.ran, times.all_ns,
-                                        times.all_ns - times.points.back().ns)) {
-    try_another();
+  } else if (const bool without = had_plan && of.ran.fates.empty(); !of.proving && !without) {
+    const RunPlan ran = of.ran.fates.empty() ? plan() : of.ran;
+    if (trials.took(ran, times.all_ns, times.all_ns - times.points.back().ns) || timed >= kTimed) {
+      try_another();
+    }
   }
   if (planned) {
     expect();
@@ -275,13 +288,15 @@ void Trace::forget_times() {
 }
 
 void Trace::forget_trials() {
-  timed = 0;
+  timed = cut_off = 0;
   trials = Trials{};
+  crowding.clear();
   ++plans;
 }
 
 StepToTime Trace::to_time() const {
-  return {id, full.size() - 1, plans, proving(), planned ? plan() : RunPlan{}};
+  const bool look = timed >= kTimed;
+  return {id, full.size() - 1, plans, look, proving(), planned ? plan() : RunPlan{}};
 }
 
 std::vector<Fate> Trace::fates() const {

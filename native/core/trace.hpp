@@ -10,6 +10,7 @@
 #include "core/trials.hpp"
 #include "core/types.hpp"
 #include "core/watch.hpp"
+#include "driver/driver.hpp"
 
 namespace stagehand::core {
 
@@ -115,6 +116,7 @@ struct Trace {
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;
   int timed = 0;      // steps; kTimed: no more of them need be
+  int cut_off = 0;    // that began to be measured, and the next one began before they were over
   StepTotals totals;  // of the newest that was
   Trials trials;
   Watch watch;
@@ -135,16 +137,23 @@ struct Trace {
   std::vector<Bytes> requests_before;
   // Requests that made records leave again that had come back ahead, by their places: the largest
   // of each. There may be more of them than holes are set aside for.
-  std::map<std::size_t, Bytes> squeezed;
+  struct Crowding {
+    Bytes bytes = 0;
+    driver::Stream stream = nullptr;
+  };
+  std::map<std::size_t, Crowding> crowding;
+  void keep_crowding(const Trace& before);
 
   // That one; where nothing was asked for there, the largest around it.
   Bytes request_at(std::size_t place) const;
   Bytes largest_request_in(std::size_t begin, std::size_t end) const;  // places
-  Bytes largest_squeezed_in(std::size_t begin, std::size_t end) const;
+  Bytes largest_crowding_in(std::size_t begin, std::size_t end, driver::Stream stream) const;
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 
   static constexpr int kTimed = 64;
+  static constexpr int kCutOff = 16;  // then none will be measured whole
+  bool settled() const { return timed >= kTimed || cut_off >= kCutOff; }
   // One such step was measured: chooses by all that were; once that is settled only where what it
   // costs has moved. False: nothing changed, as where its plan has been left meanwhile.
   bool measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,

@@ -31,6 +31,7 @@ struct StepToTime {
   std::uint32_t trace = 0;
   std::size_t moments = 0;
   std::uint32_t plans = 0;  // Trace's, when it began
+  bool look = false;        // at a settled plan
   bool proving = false;     // then its time is no plan's
   RunPlan ran;              // what it ran with; empty without a plan
 };

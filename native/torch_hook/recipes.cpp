@@ -129,7 +129,8 @@ bool take_leaf(const Node& node, std::size_t n, Recipe& recipe, std::size_t plac
   auto* to = node.num_outputs() > n ? node.next_edge(n).function.get() : nullptr;
   auto* leaf = dynamic_cast<AccumulateGrad*>(to);
   if (leaf != nullptr) {
-    recipe.leaves[place] = {leaf->variable.detach(), leaf->variable._version()};
+    recipe.leaves[place] = {leaf->variable.detach(),
+                            static_cast<std::uint32_t>(leaf->variable._version())};
   }
   return leaf != nullptr;
 }

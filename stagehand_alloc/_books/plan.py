@@ -40,8 +40,9 @@ class StepPlan:
     """Forecast: the GPU waits for the link."""
     again_ms: float
     """Forecast: it makes again what was dropped."""
-    settled: bool = True
-    """Whether no other plan will be tried, as long as steps cost what they do."""
+    settled: bool = False
+    """Whether no other plan will be tried, as long as steps cost what they do. False as long as no
+    step has been learned."""
 
     def __str__(self) -> str:
         if not self.lines:

@@ -131,10 +131,12 @@ TEST("a pipeline's requests do not wait for the copies of what leaves after them
   holds_to<HeldSide>("pipeline.txt", 0.5, 1.6);
 }
 
-// In the order of saving: 1.433, 1.837, 1.184, 1.213, 1.096 and 1.032.
+// In the order of saving: 1.433, 1.837, 1.353 (as it is), 1.184, 1.213, 1.096, 1.032 and 1.024 (as
+// it is).
 TEST("nor do those of U-Nets, of FSDP2 and of a compiled GPT") {
   holds_to<HeapSide>("unet3d.txt", 0.7, 1.40);
   holds_to<HeldSide>("unet3d.txt", 0.6, 1.81);
+  holds_to<HeldSide>("unet3d.txt", 0.7, 1.36);
   holds_to<HeapSide>("unet.txt", 0.75, 1.17);
   holds_to<HeldSide>("unet.txt", 0.75, 1.22);
   holds_to<HeapSide>("fsdp2.txt", 0.75, 1.09);

@@ -182,10 +182,10 @@ class SettledUNet {
   Bytes low_ = 0;
 };
 
-// Where bytes alone decide who of those leaves first, 1.49.
+// Where bytes alone decide who of those leaves first, 1.46.
 TEST("3-D U-Net: what comes back at once leaves last, and no hole that is set aside costs more") {
   double took = 0;
-  const auto shares = {0.65, 0.675, 0.7, 0.725, 0.75, 0.775, 0.8};
+  const auto shares = {0.65, 0.675, 0.7, 0.725, 0.75, 0.775, 0.8, 0.85, 0.9};
   for (const double share : shares) {
     took += SettledUNet(share).steps(8);
   }
@@ -202,9 +202,10 @@ TEST("3-D U-Net: what the program gives back between steps is mapped again in on
 }
 
 // Each layer saves 3.4 GB and has 4.1 GB of workspace before: room was made for that twice, of two
-// layers' where one would do. 2.36, 2.21.
+// layers' where one would do. 2.36 and 2.21 at the first two.
 TEST("LSTM: what came at its place makes no room there once more") {
-  for (const double share : {0.72, 0.74}) {
+  for (const auto& [share, most] :
+       {std::pair{0.72, 1.7}, {0.74, 1.7}, {0.8, 1.5}, {0.83, 1.5}, {0.86, 1.5}}) {
     FirstSteps<HeldSide> training(without_small(read_trace("lstm.txt")));
     training.measure();
     training.set_share(share);
@@ -215,7 +216,7 @@ TEST("LSTM: what came at its place makes no room there once more") {
     for (int i = 0; i < 8; ++i) {
       took.push_back(static_cast<double>(training.step().ns));
     }
-    CHECK(median(took) <= 1.7 * static_cast<double>(training.unbudgeted().ns));
+    CHECK(median(took) <= most * static_cast<double>(training.unbudgeted().ns));
   }
 }
 

@@ -397,26 +397,34 @@ TEST("what is asked for to make another one again does not move the requests tha
   CHECK(turn(false) == requests);
 }
 
-TEST("requests that made early ones leave again are known in the steps after, until they come") {
+TEST("requests that made early ones leave again are known in the steps after, while they come") {
   Plan plan;
-  const auto turn = [&](bool squeezed) {
+  int here = 0;
+  int elsewhere = 0;
+  const auto turn = [&](Bytes large, Bytes asked) {
     const auto places = forward(plan, {1_MiB, 2_MiB});
-    std::vector<Bytes> ahead{plan.squeezed_ahead(2)};
-    if (squeezed) {
-      plan.squeezed(plan.place() + 1, 96_MiB);
-      plan.squeezed(plan.place() + 1, 40_MiB);
+    std::vector<Bytes> ahead{plan.crowding_ahead(2, &here)};
+    CHECK_EQ(plan.crowding_ahead(2, &elsewhere), 0);
+    if (large != 0) {
+      plan.crowded(plan.place() + 1, large, &here);
+      plan.crowded(plan.place() + 1, 40_MiB, &here);
     }
     for (const std::size_t i : {1, 0}) {
       plan.unpacked(places[i]);
-      ahead.push_back(plan.squeezed_ahead(2));
+      plan.requested(asked);
+      ahead.push_back(plan.crowding_ahead(2, &here));
       plan.closed(places[i]);
     }
     return ahead;
   };
-  CHECK(turn(true) == (std::vector<Bytes>{0, 0, 0}));
+  const std::vector<Bytes> none{0, 0, 0};
   const std::vector<Bytes> known{96_MiB, 96_MiB, 0};
-  CHECK(turn(false) == known);
-  CHECK(turn(false) == known);  // kept, for it is what keeps it from happening again
+  CHECK(turn(96_MiB, 96_MiB) == none);
+  CHECK(turn(0, 96_MiB) == known);
+  CHECK(turn(50_MiB, 96_MiB) == known);  // kept, for it is what keeps it from happening again
+  CHECK(turn(0, 60_MiB) == known);
+  CHECK(turn(0, 60_MiB) == known);
+  CHECK(turn(0, 60_MiB) == none);  // it came no more in the last two
 }
 
 TEST("a plan tells whether the request that it expects has come") {

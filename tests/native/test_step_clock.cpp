@@ -110,6 +110,135 @@ TEST("what a step took that began before all was to be tried anew counts no more
   CHECK(trace.measured(trace.to_time(), times, rates, 3));
 }
 
+TEST("where no event is to spare, one step is measured and no other beside it") {
+  TimedSteps steps;
+  while (!steps.bank.events.empty(SpareEvents::Kind::time)) {
+    steps.bank.events.take(SpareEvents::Kind::time);
+  }
+  const std::uint64_t made = stagehand_sim_call_count("cuEventCreate");
+  steps.step();
+  const std::uint64_t of_one = stagehand_sim_call_count("cuEventCreate") - made;
+  CHECK(of_one > 0);
+  steps.step();
+  CHECK_EQ(stagehand_sim_call_count("cuEventCreate") - made, of_one);
+  stagehand_sim_drain();
+  CHECK_EQ(steps.timed(), 1);
+}
+
+TEST("where the GPU keeps up, the events of one step serve all") {
+  TimedSteps steps;
+  steps.step();
+  stagehand_sim_drain();
+  while (!steps.bank.events.empty(SpareEvents::Kind::time)) {
+    steps.bank.events.take(SpareEvents::Kind::time);
+  }
+  const std::uint64_t late = steps.bank.events.late();
+  steps.step();
+  stagehand_sim_drain();
+  steps.step();
+  CHECK_EQ(steps.bank.events.late(), late);
+}
+
+TEST("a kind of step that the next one always cuts off is not measured for ever") {
+  TimedSteps steps;
+  for (int i = 0; i < Trace::kCutOff; ++i) {
+    steps.plan.begin_step(kUnlimited, 0);
+    const Plan::Place places[] = {steps.save(1_MiB), steps.save(2_MiB), steps.save(3_MiB)};
+    CHECK(steps.bank.steps.watches(steps.stream));
+    steps.plan.begin_step(kUnlimited, 0);
+    steps.bank.steps.tell(steps.plan);
+    for (int n = 2; n >= 0; --n) {
+      steps.use(places[n]);
+    }
+  }
+  steps.timed();
+  CHECK(steps.plan.newest()->settled());
+  CHECK_EQ(steps.plan.newest()->timed, 0);
+  steps.step();
+  steps.save(1_MiB);
+  CHECK(!steps.bank.steps.watches(steps.stream));
+}
+
+// A trace of three records, of which a node can make the second again.
+Trace one_that_drops() {
+  Trace trace;
+  for (const Bytes bytes : {64_MiB, 64_MiB, 64_MiB}) {
+    trace.begin_moment();
+    Trace::Entry& entry = trace.entries.emplace_back();
+    entry.block_bytes = bytes;
+    entry.saved = entry.retained = static_cast<std::uint32_t>(trace.entries.size());
+    entry.leaves = true;
+  }
+  for (std::uint32_t i = 3; i-- > 0;) {
+    trace.begin_moment();
+    trace.by_use.push_back(i);
+    trace.entries[i].used_moment = static_cast<std::uint32_t>(trace.full.size() - 1);
+  }
+  trace.live.assign(4, 0);
+  trace.high = 1_GiB;
+  trace.planned = true;
+  trace.entries[1].by_node = trace.entries[1].dropped = true;
+  trace.entries[1].proof = Trace::Proof::proven;
+  trace.entries[1].again_ns = 1000;
+  return trace;
+}
+
+StepTimes times_of(const StepToTime& step, std::uint64_t spent_ns) {
+  StepTimes times;
+  for (std::size_t m = 1; m <= step.moments; ++m) {
+    times.points.push_back({m, m * 1'000'000});
+  }
+  times.all_ns = step.moments * 1'000'000 + spent_ns;
+  times.out_bytes = times.in_bytes = 64_MiB;
+  times.out_ns = times.in_ns = 1'000'000;
+  return times;
+}
+
+TEST("what a step took in which something was proven is no plan's") {
+  Trace trace = one_that_drops();
+  trace.entries[1].proof = Trace::Proof::none;
+  const StepToTime proves = trace.to_time();
+  trace.entries[1].proof = Trace::Proof::proven;  // meanwhile
+  LaneRates rates;
+  trace.measured(proves, times_of(proves, 10), rates, 1);
+  CHECK_EQ(trace.trials.best_ns(), 0);
+  const StepToTime after = trace.to_time();
+  trace.measured(after, times_of(after, 20), rates, 2);
+  CHECK_EQ(trace.trials.best_spent_ns(), times_of(after, 20).all_ns - 6'000'000);
+}
+
+TEST("what a step took counts for the plan that it began with, or for none") {
+  Trace trace = one_that_drops();
+  LaneRates rates;
+  StepToTime begun = trace.to_time();
+  for (std::uint32_t at = 1; !trace.drops_late; ++at) {
+    CHECK(at < 10);
+    begun = trace.to_time();
+    trace.measured(begun, times_of(begun, 60'000'000), rates, at);
+  }
+  const std::uint64_t spent = trace.trials.best_spent_ns();
+  for (std::uint32_t at = 11; at < 14; ++at) {
+    CHECK(!trace.measured(begun, times_of(begun, 10), rates, at));
+  }
+  CHECK_EQ(trace.trials.best_spent_ns(), spent);
+}
+
+TEST("steps that had begun before a plan was settled on do not have it made anew") {
+  Trace trace = one_that_drops();
+  LaneRates rates;
+  StepToTime step = trace.to_time();
+  trace.measured(step, times_of(step, 10), rates, 1);
+  step = trace.to_time();
+  trace.timed = Trace::kTimed;
+  for (std::uint32_t at = 2; at < 5; ++at) {
+    CHECK(!trace.measured(step, times_of(step, 60'000'000), rates, at));
+  }
+  CHECK_EQ(trace.timed, Trace::kTimed);
+  step = trace.to_time();
+  trace.measured(step, times_of(step, 60'000'000), rates, 5);
+  CHECK(trace.measured(step, times_of(step, 60'000'000), rates, 6));  // two looks do
+}
+
 }  // namespace
 }  // namespace stagehand::core
 

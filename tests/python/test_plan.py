@@ -64,6 +64,7 @@ def test_the_table_lists_what_leaves_first_and_the_forecast_last() -> None:
         best_ms=12.5,
         late_ms=0.5,
         again_ms=0.25,
+        settled=True,
     )
     told = (
         "Computing 12.0 ms; forecast: 0.5 ms late on the link, 0.2 ms made again; "
