@@ -35,6 +35,7 @@ from workload_cases import FREE
 
 PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never ends
 SETTLING_STEPS = 20  # between two looks at whether other plans are tried
+SETTLED_STEPS = 40  # after that; memory is mapped once for each hole that they come to need
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
 COUNTED = (
     *(*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies"),
@@ -201,12 +202,13 @@ class WorkloadWorker(worker.Worker):
 
         Of several ranks so many: one may have settled while another has not.
         """
-        ran, settled = 0, False
-        while ran < most and not settled:
-            settled = self.settings.ranks == 1 and self.pools[mode].plan().settled
-            steps = min(SETTLING_STEPS, most - ran)
+        ran, more = 0, most
+        while more > 0:
+            if self.settings.ranks == 1 and self.pools[mode].plan().settled:
+                more = min(more, SETTLED_STEPS)
+            steps = min(SETTLING_STEPS, more)
             self._lead(mode, number + ran, steps)
-            ran += steps
+            ran, more = ran + steps, more - steps
         return {"settling_steps": ran}
 
     def calls(self, mode: str, number: int, lead: int) -> dict[str, Any]:

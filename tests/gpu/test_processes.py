@@ -109,7 +109,7 @@ print(pool.stats().mode, torch.equal(x.grad, x.exp()))
 
 
 def test_torch_takes_the_hole_that_could_grow_last(cuda: None) -> None:
-    """`CacheMap::fit` goes by that: of a hole of 64 MiB and one of 36 at the end of what is mapped."""
+    """`CacheMap::fit` goes by that: of a hole of 64 MiB, and one of 36 where no more is mapped."""
     printed = run(
         """
 import torch
