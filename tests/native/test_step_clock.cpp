@@ -37,6 +37,11 @@ struct TimedSteps {
       use(places[i]);
     }
   }
+  void spare_no_event() {
+    while (!bank.events.empty(SpareEvents::Kind::time)) {
+      bank.events.take(SpareEvents::Kind::time);
+    }
+  }
   // How many steps of the kind were measured, of those that the GPU has come to.
   int timed() {
     plan.begin_step(kUnlimited, 0);
@@ -51,6 +56,17 @@ struct TimedSteps {
   driver::Stream stream = rig.stream();
   std::uint32_t steps = 0;
 };
+
+StepTimes times_of(const StepToTime& step, std::uint64_t spent_ns) {
+  StepTimes times;
+  for (std::size_t m = 1; m <= step.moments; ++m) {
+    times.points.push_back({m, m * 1'000'000});
+  }
+  times.all_ns = step.moments * 1'000'000 + spent_ns;
+  times.out_bytes = times.in_bytes = 64_MiB;
+  times.out_ns = times.in_ns = 1'000'000;
+  return times;
+}
 
 TEST("a step is measured while an earlier one's times are not known yet") {
   TimedSteps steps;
@@ -97,10 +113,7 @@ TEST("what a step took that began before all was to be tried anew counts no more
   CHECK_EQ(steps.timed(), 0);
   Trace trace = *steps.plan.newest();
   const StepToTime step = trace.to_time();
-  StepTimes times;
-  for (std::size_t m = 1; m <= step.moments; ++m) {
-    times.points.push_back({m, m * 1000});
-  }
+  const StepTimes times = times_of(step, 0);
   LaneRates rates;
   CHECK(trace.measured(step, times, rates, 1));
   CHECK_EQ(trace.timed, 1);
@@ -112,9 +125,7 @@ TEST("what a step took that began before all was to be tried anew counts no more
 
 TEST("where no event is to spare, one step is measured and no other beside it") {
   TimedSteps steps;
-  while (!steps.bank.events.empty(SpareEvents::Kind::time)) {
-    steps.bank.events.take(SpareEvents::Kind::time);
-  }
+  steps.spare_no_event();
   const std::uint64_t made = stagehand_sim_call_count("cuEventCreate");
   steps.step();
   const std::uint64_t of_one = stagehand_sim_call_count("cuEventCreate") - made;
@@ -129,9 +140,7 @@ TEST("where the GPU keeps up, the events of one step serve all") {
   TimedSteps steps;
   steps.step();
   stagehand_sim_drain();
-  while (!steps.bank.events.empty(SpareEvents::Kind::time)) {
-    steps.bank.events.take(SpareEvents::Kind::time);
-  }
+  steps.spare_no_event();
   const std::uint64_t late = steps.bank.events.late();
   steps.step();
   stagehand_sim_drain();
@@ -181,17 +190,6 @@ Trace one_that_drops() {
   trace.entries[1].proof = Trace::Proof::proven;
   trace.entries[1].again_ns = 1000;
   return trace;
-}
-
-StepTimes times_of(const StepToTime& step, std::uint64_t spent_ns) {
-  StepTimes times;
-  for (std::size_t m = 1; m <= step.moments; ++m) {
-    times.points.push_back({m, m * 1'000'000});
-  }
-  times.all_ns = step.moments * 1'000'000 + spent_ns;
-  times.out_bytes = times.in_bytes = 64_MiB;
-  times.out_ns = times.in_ns = 1'000'000;
-  return times;
 }
 
 TEST("what a step took in which something was proven is no plan's") {
