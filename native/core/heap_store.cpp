@@ -93,7 +93,7 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
 bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
-  const bool other = d_.plan.takes_other_plan();
+  const bool other = d_.plan.takes_other_plan() && d_.plan.far_from_free();
   const bool varies = d_.plan.varies();
   const bool coarser = varies && heap_.coarsen();
   gives_all_ = other || coarser;

@@ -4,8 +4,8 @@
 
 namespace stagehand::core {
 
-void HolesAhead::lacked(std::uint32_t trace, const Hole& hole, std::uint32_t step) {
-  const auto [found, added] = known_.try_emplace({trace, hole.place}, Known{hole});
+void HolesAhead::lacked(std::uint64_t plan, const Hole& hole, std::uint32_t step) {
+  const auto [found, added] = known_.try_emplace({plan, hole.place}, Known{hole});
   if (!added) {
     Known& known = found->second;
     known.hole.bytes = std::max(known.hole.bytes, hole.bytes);
@@ -20,16 +20,16 @@ void HolesAhead::lacked(std::uint32_t trace, const Hole& hole, std::uint32_t ste
   }
 }
 
-void HolesAhead::postponed(std::uint32_t trace, const Hole& hole, std::uint32_t step) {
-  if (const auto found = known_.find({trace, hole.place}); found != known_.end()) {
+void HolesAhead::postponed(std::uint64_t plan, const Hole& hole, std::uint32_t step) {
+  if (const auto found = known_.find({plan, hole.place}); found != known_.end()) {
     found->second.postponed_in = step;
   }
 }
 
-const HolesAhead::Hole* HolesAhead::wanted(std::uint32_t trace, std::size_t now, std::size_t from,
+const HolesAhead::Hole* HolesAhead::wanted(std::uint64_t plan, std::size_t now, std::size_t from,
                                            bool* soon) const {
-  const auto end = known_.upper_bound({trace, now + kEarliest + kForNothing});
-  for (auto one = known_.lower_bound({trace, from}); one != end; ++one) {
+  const auto end = known_.upper_bound({plan, now + kEarliest + kForNothing});
+  for (auto one = known_.lower_bound({plan, from}); one != end; ++one) {
     const Known& known = one->second;
     if (known.ahead <= kEarliest && now + known.ahead + kForNothing >= known.hole.place) {
       *soon = now + known.ahead >= known.hole.place;

@@ -311,14 +311,21 @@ std::shared_ptr<Trace> Plan::trace_of(std::uint32_t id) const {
   return found != traces_.end() ? *found : nullptr;
 }
 
-// Where kinds of steps take turns, one is told of the other's times as it begins: the heap is for
-// the step that the plan is for.
+// Where kinds of steps take turns, one is told of the other's times as it begins: memory is for the
+// step that the plan is for.
 bool Plan::takes_other_plan() {
-  if (!follows() || now_->kin) {
-    return false;
-  }
-  const auto newest = trace_of(now_->trace->id);
-  return newest != nullptr && std::exchange(newest->begins_plan, false) && newest->far_from_free();
+  const auto newest = trace_of(repeats());
+  return newest != nullptr && std::exchange(newest->begins_plan, false);
+}
+
+std::uint64_t Plan::in_use() const {
+  const auto newest = trace_of(repeats());
+  return newest != nullptr ? std::uint64_t{newest->id} << 32 | newest->trials.id() : 0;
+}
+
+bool Plan::far_from_free() const {
+  const auto newest = trace_of(repeats());
+  return newest != nullptr && newest->far_from_free();
 }
 
 void Plan::requested(Bytes largest) {

@@ -88,6 +88,8 @@ class Plan {
   // The trace that the newest step repeats, 0 where none does; and how many records were saved, or
   // asked for by backward, in the step so far.
   std::uint32_t repeats() const { return follows() && !now_->kin ? now_->trace->id : 0; }
+  // The plan that it runs, among all of all traces; 0 without.
+  std::uint64_t in_use() const;
   std::size_t place() const {
     return now_ != nullptr ? now_->seen.entries.size() + now_->needed : 0;
   }
@@ -145,9 +147,11 @@ class Plan {
   bool with_weights() const { return now_ != nullptr && now_->with_weights(); }
   // Whether an earlier step inside such a budget says what becomes of the record.
   bool guides(Place place) const;
-  // Whether the step that begins is the first with another plan, with drops, and such steps are
-  // long enough for a heap of its own to be worth one: said once.
+  // Whether the step that begins is the first with another plan that drops: said once.
   bool takes_other_plan();
+  // Whether such steps take so much longer than what they compute that memory of its own is worth
+  // what that takes.
+  bool far_from_free() const;
   // Whether any step is remembered.
   bool learned() const { return !traces_.empty(); }
   // Whether it is worth to know how what is saved was made: not where nothing left in such a step.

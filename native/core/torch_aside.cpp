@@ -13,7 +13,7 @@ namespace stagehand::core {
 void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
   cache_.lacks_pages(owner);
   if (sight_.runs == 1 && request > kSmallLimit && d_.plan.repeats() != 0) {
-    ahead_.lacked(d_.plan.repeats(), {d_.plan.place(), request, owner}, d_.books.step());
+    ahead_.lacked(d_.plan.in_use(), {d_.plan.place(), request, owner}, d_.books.step());
   }
 }
 
@@ -37,7 +37,7 @@ void TorchStore::set_aside(Entry& entry) {
   const std::size_t from = same_step && place >= hole_.place ? hole_.place + 1 : place;
   bool soon = false;
   const HolesAhead::Hole* wanted =
-      d_.budget.armed ? ahead_.wanted(d_.plan.repeats(), place, from, &soon) : nullptr;
+      d_.budget.armed ? ahead_.wanted(d_.plan.in_use(), place, from, &soon) : nullptr;
   if (wanted == nullptr || held_.side().blocked() ||
       !fits_under(d_.live(), wanted->bytes, d_.ceiling())) {
     return;
@@ -45,7 +45,7 @@ void TorchStore::set_aside(Entry& entry) {
   const HolesAhead::Hole hole = *wanted;
   const Bytes before = d_.plan.largest_ahead(hole.place - std::min(hole.place, place));
   if (!hole.first && before > kSmallLimit && !cache_.both_fit(hole.owner, hole.bytes, before)) {
-    ahead_.postponed(d_.plan.repeats(), hole, d_.books.step());
+    ahead_.postponed(d_.plan.in_use(), hole, d_.books.step());
     return;
   }
   if (cache_.largest_hole(hole.owner) < hole.bytes) {
@@ -74,7 +74,7 @@ void TorchStore::set_aside(Entry& entry) {
   }
   if (made) {
     end_aside();  // of another thread that was here meanwhile
-    ahead_.made(d_.plan.repeats(), hole);
+    ahead_.made(d_.plan.in_use(), hole);
     aside_ = held;
     hole_ = hole;
     hole_step_ = d_.books.step();

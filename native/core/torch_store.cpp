@@ -343,7 +343,12 @@ bool TorchStore::begin_step(Bytes target) {
   // pieces that hold no larger one. A MemPool has segments of its own.
   const bool emptied = squeezed_ && segments_.newest() == MemPoolSegments::Pool{} &&
                        fits_under(cache_.usage().reserved, target / kEmptied, reserved_at_end_);
-  anew_ = std::exchange(start_anew_, false) || aside || emptied;
+  // What steps took in a trial they take once its plan is kept, if both begin with the same memory.
+  // Without expandable segments that would be mapped again a request at a time.
+  const bool own = d_.plan.takes_other_plan() && d_.plan.far_from_free() && !d_.plan.varies() &&
+                   segments_.newest() == MemPoolSegments::Pool{} && d_.weights.standing().empty() &&
+                   !cache_.pages().empty();
+  anew_ = std::exchange(start_anew_, false) || aside || emptied || own;
   return emptied || ((d_.counters.mapped > target || anew_) &&
                      (cache_.releasable() > 0 || segments_.has_free_piece()));
 }

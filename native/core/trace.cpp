@@ -205,6 +205,7 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
     return false;  // the latter: it went another way
   }
   if (timed >= kTimed) {
+    cut_off = 0;  // else a few in a long run end the looks
     const bool tried = trials.best_ns() != 0;
     if (!of.look || !watch.moved(times, tried ? trials.best_spent_ns() : Watch::kUnknown, step)) {
       return false;
@@ -255,6 +256,9 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
     if (trials.took(ran, times.all_ns, times.all_ns - times.points.back().ns) || timed >= kTimed) {
       try_another();
     }
+    if (timed >= kTimed && begins_plan) {
+      watch.wait_until(step + kPays);
+    }
   }
   if (planned) {
     expect();
@@ -289,9 +293,8 @@ void Trace::forget_times() {
 
 void Trace::forget_trials() {
   timed = cut_off = 0;
-  trials = Trials{};
+  trials = Trials(++plans);
   crowding.clear();
-  ++plans;
 }
 
 StepToTime Trace::to_time() const {
@@ -433,8 +436,9 @@ void Trace::try_another() {
   use(chosen);
   if (!trials.in_use(chosen)) {
     begins_plan = true;
+    crowding.clear();  // it was other plans' steps
     ++plans;
-    trials.begin(std::move(chosen));
+    trials.begin(std::move(chosen), plans);
   }
 }
 

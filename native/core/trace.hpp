@@ -116,7 +116,8 @@ struct Trace {
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;
   int timed = 0;      // steps; kTimed: no more of them need be
-  int cut_off = 0;    // that began to be measured, and the next one began before they were over
+  int cut_off = 0;    // that began to be measured, and the next one began before they were over;
+                      // once settled, since the last look
   StepTotals totals;  // of the newest that was
   Trials trials;
   Watch watch;
@@ -142,17 +143,18 @@ struct Trace {
     driver::Stream stream = nullptr;
   };
   std::map<std::size_t, Crowding> crowding;
-  void keep_crowding(const Trace& before);
 
   // That one; where nothing was asked for there, the largest around it.
   Bytes request_at(std::size_t place) const;
   Bytes largest_request_in(std::size_t begin, std::size_t end) const;  // places
   Bytes largest_crowding_in(std::size_t begin, std::size_t end, driver::Stream stream) const;
+  void keep_crowding(const Trace& before);
   Bytes evicted_bytes() const;
   Bytes memory() const;  // of the host, that it takes
 
   static constexpr int kTimed = 64;
-  static constexpr int kCutOff = 16;  // then none will be measured whole
+  static constexpr std::uint32_t kPays = 3;  // steps from here on pay for a change of plan
+  static constexpr int kCutOff = 16;         // then none will be measured whole
   bool settled() const { return timed >= kTimed || cut_off >= kCutOff; }
   // One such step was measured: chooses by all that were; once that is settled only where what it
   // costs has moved. False: nothing changed, as where its plan has been left meanwhile.

@@ -22,13 +22,13 @@ Trials::Took Trials::Tried::takes() const {
                         : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
 }
 
-void Trials::begin(RunPlan plan) {
+void Trials::begin(RunPlan plan, std::uint32_t id) {
   const auto same =
       std::find_if(all_.begin(), all_.end(), [&](const Tried& one) { return one.plan == plan; });
   now_ = static_cast<std::size_t>(same - all_.begin());
   returns_ += same != all_.end() ? 1 : 0;
   if (same == all_.end()) {
-    all_.push_back({std::move(plan), {}});
+    all_.push_back({std::move(plan), id});
   }
   steps_ = 0;
   last_ns_ = 0;
@@ -41,7 +41,7 @@ bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns)
   }
   const bool first = all_.empty();  // it is to be replaced at once
   if (first) {
-    all_.push_back({plan, {}});
+    all_.push_back({plan, first_});
   }
   Tried& now = all_[now_];
   if (now.newest.empty() || ns <= std::min_element(now.newest.begin(), now.newest.end())->ns) {

@@ -38,9 +38,14 @@ struct StepToTime {
 
 class Trials {
  public:
+  Trials() = default;
+  // `id`: of the plan that is in use before the first trial, among all of its trace.
+  explicit Trials(std::uint32_t id) : first_(id) {}
   // This plan is in use from the next step on, which pays for the change; again, where it was
-  // tried.
-  void begin(RunPlan plan);
+  // tried: then it keeps the id that it had.
+  void begin(RunPlan plan, std::uint32_t id);
+  // Of the plan in use.
+  std::uint32_t id() const { return all_.empty() ? first_ : all_[now_].id; }
   // A step took so long, with this plan, which its own steps may have changed since it began; and
   // so much of that was spent on what the plan chose: waits for the lanes, and making again.
   // Whether that is how long such steps take.
@@ -74,8 +79,9 @@ class Trials {
     auto operator<=>(const Took&) const = default;
   };
   struct Tried {
-    RunPlan plan;              // as its fastest step ran
-    std::vector<Took> newest;  // steps
+    RunPlan plan;  // as its fastest step ran
+    std::uint32_t id = 0;
+    std::vector<Took> newest{};  // steps
 
     Took takes() const;
   };
@@ -83,6 +89,7 @@ class Trials {
 
   std::vector<Tried> all_;  // from what was in use before the first on
   std::size_t now_ = 0;
+  std::uint32_t first_ = 0;
   int steps_ = 1;  // with the plan in use; the first one of all was in use before
   int returns_ = 0;
   std::uint64_t last_ns_ = 0;

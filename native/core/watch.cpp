@@ -42,7 +42,6 @@ bool Watch::moved(const StepTimes& times, std::uint64_t spent_ns, std::uint32_t 
   }
   at_once_ += looks_ == 2 ? 1 : 0;
   looks_ = 0;
-  then_ = {};
   once_ = false;
   every_ = std::min(2 * every_, kRarest);
   next_ = 0;

@@ -20,6 +20,8 @@ class Watch {
   // counts the first two times. `spent_ns`: Trials::best_spent_ns; kUnknown where none was tried.
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
   bool moved(const StepTimes& times, std::uint64_t spent_ns, std::uint32_t step);
+  // No look before that step.
+  void wait_until(std::uint32_t step) { next_ = step; }
 
  private:
   struct Costs {

@@ -54,10 +54,10 @@ TEST("nothing is mapped where a hole is there, or where the owner has no pages")
 }
 
 // The place at which one is wanted; 0 for none.
-std::size_t wanted(const HolesAhead& holes, std::uint32_t trace, std::size_t now,
+std::size_t wanted(const HolesAhead& holes, std::uint64_t plan, std::size_t now,
                    std::size_t from = 0) {
   bool soon = false;
-  const HolesAhead::Hole* hole = holes.wanted(trace, now, from, &soon);
+  const HolesAhead::Hole* hole = holes.wanted(plan, now, from, &soon);
   return hole != nullptr && soon ? hole->place : 0;
 }
 
@@ -104,6 +104,18 @@ TEST("a hole that is lacking however early it is made is given up") {
     holes.lacked(1, {200, kPage, {}}, 1);
   }
   CHECK_EQ(wanted(holes, 1, 199), 0);
+}
+
+TEST("what one plan's steps lacked is not set aside in another's") {
+  HolesAhead holes;
+  holes.lacked(1, {20, kPage, {}}, 1);
+  holes.lacked(1, {20, kPage, {}}, 2);
+  CHECK_EQ(wanted(holes, 2, 17), 0);
+  CHECK_EQ(wanted(holes, 2, 19), 0);
+  holes.lacked(2, {20, kPage, {}}, 3);
+  CHECK_EQ(wanted(holes, 2, 18), 0);  // as the first time
+  CHECK_EQ(wanted(holes, 2, 19), 20);
+  CHECK_EQ(wanted(holes, 1, 17), 20);
 }
 
 TEST("where nothing has to leave for it, a hole is taken some places before") {

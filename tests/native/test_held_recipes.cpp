@@ -114,15 +114,25 @@ LoraModel unet_with_recipes() {
   return model;
 }
 
+struct Unet : LoraReplay<HeldTensors, NoWeights> {
+  explicit Unet(double share) : LoraReplay(model(), high(share), lora_machine()) {}
+
+ private:
+  static const LoraModel& model() {
+    static const LoraModel all = unet_with_recipes();
+    return all;
+  }
+  static Bytes high(double share) {
+    static const Use use = measured<HeldSide>("unet3d.txt");
+    return others() + static_cast<Bytes>(share * static_cast<double>(use.peak - use.start));
+  }
+};
+
 // Steps after so many, of plain, where the program empties the cache every 12 steps.
 double unet_of_plain(double share, int after) {
   constexpr int kEmptied = 12;
   constexpr int kCounted = 12;
-  static const LoraModel model = unet_with_recipes();
-  static const Use use = measured<HeldSide>("unet3d.txt");
-  using Replay = LoraReplay<HeldTensors, NoWeights>;
-  const auto activations = static_cast<double>(use.peak - use.start);
-  Replay replay(model, Replay::others() + static_cast<Bytes>(share * activations), lora_machine());
+  Unet replay(share);
   for (int i = 0; i < after; ++i) {
     if (i % kEmptied == 0) {
       replay.empty_cache();
@@ -146,6 +156,19 @@ TEST("3-D U-Net: what is dropped stays until its place is needed, where trials s
 TEST("3-D U-Net: plans are tried anew where a settled one costs far more than when it was tried") {
   CHECK(unet_of_plain(0.56, 256) <= 1.35);
   CHECK(unet_of_plain(0.785, 256) <= 1.1);
+}
+
+// The host is a step ahead, as in most programs. 1.10 where holes that other plans' steps lacked
+// are set aside in this one's, 1.12 where requests that crowded those are minded, and 1.09 where
+// the cache stays as they cut it.
+TEST("3-D U-Net: once it is settled on, a plan takes what it took when it was tried") {
+  const std::array<double, 8> shares = {0.64, 0.65, 0.66, 0.7, 0.72, 0.74, 0.76, 0.77};
+  double sum = 0;
+  for (const double share : shares) {
+    Unet replay(share);
+    sum += replay.ahead_ms(60, 12) / replay.plain_ms();
+  }
+  CHECK(sum / shares.size() <= 1.075);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ RunPlan plan_of(std::size_t dropped, bool late = false) {
 TEST("what was in use before is known by one step, and what is tried by more than the first") {
   Trials trials;
   CHECK(trials.took(plan_of(0), 1000, 0));
-  trials.begin(plan_of(32));
+  trials.begin(plan_of(32), 1);
   CHECK(!trials.took(plan_of(32), 5000, 0));
   CHECK(!trials.took(plan_of(32), 900, 0));
   CHECK(trials.took(plan_of(32), 900, 0));
@@ -27,7 +27,7 @@ TEST("what was in use before is known by one step, and what is tried by more tha
 TEST("a plan that still gains by its own steps has more of them, up to six") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
-  trials.begin(plan_of(32));
+  trials.begin(plan_of(32), 2);
   trials.took(plan_of(32), 1240, 0);
   CHECK(!trials.took(plan_of(32), 1200, 0));
   CHECK(!trials.took(plan_of(32), 1100, 0));
@@ -38,7 +38,7 @@ TEST("a plan that still gains by its own steps has more of them, up to six") {
 }
 
 void run(Trials* trials, std::size_t dropped, const std::vector<std::uint64_t>& steps) {
-  trials->begin(plan_of(dropped));
+  trials->begin(plan_of(dropped), static_cast<std::uint32_t>(dropped));
   for (const std::uint64_t ns : steps) {
     trials->took(plan_of(dropped), ns, 0);
   }
@@ -56,7 +56,7 @@ TEST("a plan that had one lucky step is not the best") {
 TEST("what another plan could save is what the best one spends, not all that its steps take") {
   Trials trials;
   trials.took(plan_of(0), 1000, 90);
-  trials.begin(plan_of(16));
+  trials.begin(plan_of(16), 3);
   trials.took(plan_of(16), 2000, 700);
   trials.took(plan_of(16), 960, 10);
   trials.took(plan_of(16), 980, 20);
@@ -82,7 +82,7 @@ TEST("the best is gone back to before it is sure, and another one then where it 
 TEST("a plan is what its fastest step ran, which what it has learned may have changed") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
-  trials.begin(plan_of(16));
+  trials.begin(plan_of(16), 4);
   trials.took(plan_of(16), 2000, 0);
   trials.took(plan_of(17), 800, 0);
   trials.took(plan_of(18), 900, 0);
@@ -109,7 +109,7 @@ TEST("a plan that drops late is another one than the same that drops at once") {
   run(&trials, 32, {2000, 900, 900});
   CHECK(!trials.tried(true));
   CHECK(!trials.tried(plan_of(32, true), records));
-  trials.begin(plan_of(32, true));
+  trials.begin(plan_of(32, true), 5);
   CHECK(trials.tried(true));
   CHECK(trials.tried(plan_of(32, true), records));
   trials.took(plan_of(32, true), 2000, 0);
@@ -121,7 +121,7 @@ TEST("a plan that drops late is another one than the same that drops at once") {
 TEST("a plan that takes a quarter longer is given up at once") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
-  trials.begin(plan_of(32));
+  trials.begin(plan_of(32), 6);
   trials.took(plan_of(32), 1300, 0);
   CHECK(trials.took(plan_of(32), 1300, 0));
 }
@@ -130,9 +130,21 @@ TEST("a plan hardly different from one that was tried is not tried") {
   const std::vector<KnownRecord> records(64, KnownRecord{1_MiB});
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
-  trials.begin(plan_of(32));
+  trials.begin(plan_of(32), 7);
   CHECK(trials.tried(plan_of(34), records));
   CHECK(!trials.tried(plan_of(48), records));
+}
+
+TEST("a plan that is gone back to has the id that it had") {
+  Trials trials(7);
+  CHECK_EQ(trials.id(), 7);
+  trials.took(plan_of(8), 100, 10);
+  CHECK_EQ(trials.id(), 7);
+  trials.begin(plan_of(16), 8);
+  CHECK_EQ(trials.id(), 8);
+  trials.begin(plan_of(32), 9);
+  trials.begin(plan_of(16), 10);
+  CHECK_EQ(trials.id(), 8);
 }
 
 }  // namespace
