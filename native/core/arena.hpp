@@ -80,6 +80,7 @@ struct Arena {
   std::size_t formers = 0;
   bool asked = false;         // for memory, since a step began;
   bool asked_before = false;  // in the step before
+  Bytes held = 0;             // mapped as that ended
   unsigned pins = 0;          // requests under way in it, which may give the lock up: it stays
   bool retired = false;       // served a graph that is gone: given up once it is empty
 

@@ -74,10 +74,12 @@ class DeviceHeap {
   // Releases free pieces of settled blocks until mapped <= target. The caller has made the GPU
   // pass `clock.upcoming()` of every arena. Returns the bytes released.
   Bytes trim(Bytes target);
+  // A step ended: what each arena has is what `renew` gives it again.
+  void end_step();
   // The same of all that is free; then each arena that was asked for memory in the step before has
-  // as much again, in one place and mapped at once, while mapped stays at or below `target`. What
-  // an earlier call put in one place stays, and costs no call of the driver. Returns the bytes
-  // released.
+  // as much again as it had then, in one place and mapped at once, while mapped stays at or below
+  // `target`. What an earlier call put in one place stays, and costs no call of the driver. Returns
+  // the bytes released.
   Bytes renew(Bytes target);
 
   // The graph is gone and the GPU idle: its arenas' memory may serve others.

@@ -526,6 +526,12 @@ Block* DeviceHeap::stretch_of(const Arena& arena, Bytes piece_bytes) const {
 // pieces of 8 MiB, or a heap's 2,048th: in larger ones less of what leaves is whole pieces, which
 // can move. What was renewed before and is idle stays. Where nobody asked in the step before, or
 // the graph is gone, nobody is about to.
+void DeviceHeap::end_step() {
+  for (const auto& arena : arenas_) {
+    arena->held = arena->mapped_bytes();
+  }
+}
+
 Bytes DeviceHeap::renew(Bytes target) {
   constexpr Bytes kRequest = 64_MiB;
   constexpr Bytes kRequests = 256;
@@ -542,7 +548,7 @@ Bytes DeviceHeap::renew(Bytes target) {
     if (arena->retired || !arena->asked_before) {
       continue;
     }
-    one.before = arena->mapped_bytes();
+    one.before = std::max(arena->mapped_bytes(), arena->held);
     one.piece =
         piece_for(arena->key.small ? kSmallLimit : std::max(kRequest, one.before / kRequests));
     one.stretch = stretch_of(*arena, one.piece);

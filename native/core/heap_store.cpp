@@ -13,6 +13,7 @@ constexpr Bytes kSmallVictims = 16_MiB;  // leave together
 // Moving memory costs the host about as long as the link takes for this: 7 ms on an H200, where
 // creating, mapping, opening and unmapping a piece are 50 us together.
 constexpr Bytes kWorthMoving = 384_MiB;
+constexpr Bytes kEmptied = 8;  // a part of the target: less went back, and it matters less
 }  // namespace
 
 HeapStore::HeapStore(Device& device)
@@ -93,12 +94,20 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
 bool HeapStore::begin_step(Bytes target) {
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
-  const bool other = d_.plan.takes_other_plan() && d_.plan.far_from_free();
+  // What the program has given back since would come back in pieces of its requests.
+  const bool another = d_.plan.takes_other_plan();
+  const bool emptied = fits_under(d_.counters.mapped, target / kEmptied, mapped_at_end_);
+  const bool other = (another || emptied) && d_.plan.far_from_free();
   const bool varies = d_.plan.varies();
   const bool coarser = varies && heap_.coarsen();
   gives_all_ = other || coarser;
   other_plan_ = other && !varies;
   return gives_all_ || (d_.counters.mapped > target && heap_.has_free_piece());
+}
+
+void HeapStore::end_step() {
+  heap_.end_step();
+  mapped_at_end_ = d_.counters.mapped;
 }
 
 Bytes HeapStore::in_use() const { return d_.counters.occupied; }

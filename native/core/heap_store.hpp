@@ -36,6 +36,7 @@ class HeapStore final : public Store {
   Block* make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
                       Status* status) override;
   bool begin_step(Bytes target) override;
+  void end_step() override;
   Bytes in_use() const override;
   Bytes trim(Entry& entry, Bytes target) override;
   void map_ahead(Entry& entry, RecordId record, Bytes target) override;
@@ -64,7 +65,8 @@ class HeapStore final : public Store {
   DeviceHeap heap_;
   WindowSearch search_;
   bool gives_all_ = false;              // all idle memory is about to be given back
-  bool other_plan_ = false;             // for another plan
+  bool other_plan_ = false;             // for another plan, or as it was
+  Bytes mapped_at_end_ = 0;             // of the step before
   std::vector<Record*> victims_;        // scratch of evict_window
   std::vector<driver::Context> peers_;  // of other devices that reach this one's memory
 };

@@ -66,6 +66,7 @@ struct Known {
   std::vector<std::uint64_t> inputs;
   std::uint64_t ns = 0;
   bool exact = true;  // else it is to be proven; it comes back bit by bit
+  bool any_size = false;
 };
 
 // A region that records are saved in, as a step computes it: its first save and its last one, as
@@ -139,6 +140,14 @@ class Replay {
     return high;
   }
 
+  // torch.cuda.empty_cache() between two steps.
+  void empty_cache() {
+    rig_.runtime->clear_budget();
+    drop_rest();
+    stagehand_sim_drain();
+    rig_.runtime->trim(0);
+  }
+
   void verify() {
     drop_rest();
     rig_.verify();
@@ -196,6 +205,7 @@ class Replay {
         const bool can = known != recipes_.end();
         const bool exact = can && known->second.exact;
         Made made{base, can ? event.last : 0, exact ? 0U : 1U, exact};
+        made.any_size = can && known->second.any_size;
         for (std::size_t i = 0; can && i < known->second.inputs.size(); ++i) {
           made.of[i] = records_.at(known->second.inputs[i]).record;
         }

@@ -149,6 +149,24 @@ TEST("two models in turn, both with recipes: each keeps its plan, and nothing is
   replay.verify();
 }
 
+// Else a request at a time, in pieces that hold no larger one: 580, 59, 25 and 29 calls in the next
+// steps.
+TEST("what the program has given back is mapped again as the pool is entered, and soon no more") {
+  Replay replay("vit.txt");
+  replay.make_again(recipes_of("vit.txt"));
+  replay.set_share(0.5);
+  for (int i = 0; i < 40; ++i) {
+    replay.step();
+  }
+  for (int turn = 0; turn < 2; ++turn) {
+    replay.empty_cache();
+    for (int i = 0; i < 4; ++i) {
+      CHECK(replay.step().map_calls <= (i < 2 ? 64U : 0U));
+    }
+  }
+  replay.verify();
+}
+
 TEST("recipes that come after a step was planned are planned with") {
   Replay replay("vit.txt");
   replay.set_share(0.5);
