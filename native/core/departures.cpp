@@ -33,9 +33,7 @@ void Departures::retained(Record& record) {
     next_turn_ = 0;
   }
   const bool leaves = d_.plan.leaves(record.place);
-  // Not on a guess: what is dropped for nothing costs more than a copy for nothing.
-  const bool drops =
-      leaves && d_.plan.drops(record.place) && !d_.plan.guesses() && record.droppable();
+  const bool drops = leaves && d_.plan.drops(record.place) && record.droppable();
   if (drops && !d_.plan.drops_late(record.place)) {
     d_.room.drop(record);
     copy_those_due(false);

@@ -10,6 +10,7 @@ namespace {
 
 constexpr double kSame = 1.0 / 32;     // a scale that differs by less is 1
 constexpr double kChanged = 1.0 / 16;  // one that differs by more changes what leaves
+constexpr Bytes kCheap = 2_MiB;
 
 // Whether two numbers differ by so many times at most.
 bool within(double times, double a, double b) { return a <= b * times && b <= a * times; }
@@ -114,10 +115,19 @@ double Kin::scale() const {
   return within(1 + kSame, found, 1) ? 1 : found;
 }
 
+// Whether it is sooner made again than moved, as far as can be told without times: elementwise, and
+// more than what the host takes to launch that.
+bool Kin::cheap(const Trace::Entry& entry) {
+  return entry.any_size && entry.proven_by_node() && entry.block_bytes >= kCheap;
+}
+
 // What left there leaves here. All of it together is scaled: what the trace's step had of memory
-// for its activations, and what of them left, makes up what it needed. Where more must leave than
-// left there, what is needed last; where less, what of it is needed last.
+// for its activations, and what of them left, makes up what it needed. That is at least a quarter
+// more than bytes were short by: with less no hole is found, and what makes one is waited for. What
+// is cheap to make again leaves first, at once, as far as bytes were short. Where more must leave
+// than left there, what is needed last; where less, what of it is needed last.
 void Kin::choose(const Trace& step) {
+  constexpr double kForHoles = 1.25;
   chosen_for_ = scale();
   chosen_at_ = mine_;
   const auto room = [](const Trace& of) {
@@ -127,26 +137,35 @@ void Kin::choose(const Trace& step) {
   for (const Trace::Entry& entry : trace_->entries) {
     left += entry.leaves ? static_cast<double>(entry.block_bytes) : 0;
   }
-  double must = left;
+  double more = 0;  // than left there
   if (chosen_for_ != 1 || step.high != trace_->high || !step.begins_like(*trace_)) {
-    must = left > 0 ? (left + room(*trace_)) - room(step) / chosen_for_ : 0;
+    more = room(*trace_) - room(step) / chosen_for_;
   }
-  leaves_.assign(trace_->entries.size(), false);
-  const auto take = [&](std::uint32_t place, bool of_those_that_left) {
-    const Trace::Entry& entry = trace_->entries[place];
-    if (must > 0 && entry.leaves == of_those_that_left) {
-      leaves_[place] = true;
-      must -= static_cast<double>(entry.block_bytes);
-    }
+  double is_short = static_cast<double>(trace_->short_by()) + more;
+  double must = left > 0 ? std::max(left + more, kForHoles * is_short) : 0;
+  enum class Turn : std::uint8_t { cheap, left_there, stayed };
+  const auto turn_of = [](const Trace::Entry& entry) {
+    return cheap(entry) ? Turn::cheap : entry.leaves ? Turn::left_there : Turn::stayed;
   };
-  for (const bool left_there : {true, false}) {
+  leaves_.assign(trace_->entries.size(), false);
+  const auto take = [&](std::uint32_t place, Turn turn) {
+    const Trace::Entry& entry = trace_->entries[place];
+    if (turn_of(entry) != turn || must <= 0) {
+      return;
+    }
+    const auto bytes = static_cast<double>(entry.block_bytes);
+    leaves_[place] = turn != Turn::cheap || is_short > 0;
+    is_short -= bytes;
+    must -= leaves_[place] || entry.leaves ? bytes : 0;
+  };
+  for (const Turn turn : {Turn::cheap, Turn::left_there, Turn::stayed}) {
     for (std::uint32_t i = 0; i < trace_->entries.size(); ++i) {
       if (trace_->entries[i].used == 0) {
-        take(i, left_there);
+        take(i, turn);
       }
     }
     for (std::size_t use = trace_->by_use.size(); use-- > 0;) {
-      take(trace_->by_use[use], left_there);
+      take(trace_->by_use[use], turn);
     }
   }
 }

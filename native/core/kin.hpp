@@ -28,7 +28,13 @@ class Kin {
 
   // Of the step's record the place in the trace: that of the one before where it has none.
   std::uint32_t place_of(std::uint32_t index) const { return places_[index]; }
+  // Whether no record before has that place.
+  bool has_own_place(std::uint32_t index) const { return older_[index] == kNone; }
   bool leaves(std::uint32_t index) const { return leaves_[places_[index]]; }
+  // Whether it is to be dropped then, where it can be.
+  bool drops(std::uint32_t index) const {
+    return leaves(index) && cheap(trace_->entries[places_[index]]);
+  }
   // The step's record that is asked for next after this one; kNone where nobody knows.
   std::uint32_t next_after(std::uint32_t index) const;
   // What was live after the n-th use, and what was requested before a place, at this size.
@@ -45,6 +51,7 @@ class Kin {
   static constexpr std::size_t kSkipped = 64;  // of the trace, in the order of use
   static constexpr std::size_t kUnlike = 32;
 
+  static bool cheap(const Trace::Entry& entry);
   bool alike(Bytes mine, Bytes its) const;
   int fit(const Trace& step, std::size_t place) const;
   void place(const Trace& step);

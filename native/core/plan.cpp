@@ -63,7 +63,7 @@ void Plan::begin_step(Bytes high, Bytes live) {
   step.seen.depth = static_cast<std::uint32_t>(std::count_if(
       steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
   step.trace = likeliest(step.seen, [](const Trace&) { return true; });
-  if (step.trace != nullptr) {
+  if (step.trace != nullptr && step.trace->tried_all()) {
     step.look_at = step.trace->nth_by_recipe(serial_);
   }
   steps_.push_back(std::move(step));
@@ -88,6 +88,7 @@ Plan::Place Plan::saved(Bytes block_bytes, RecordId record, const Made& made, Or
   entry.region = from.region;
   entry.kind = made.kind;
   entry.rests_on = made.rests_on;
+  entry.any_size = made.any_size;
   entry.proof = made.exact ? Trace::Proof::proven : Trace::Proof::none;
   now_->seen.begin_moment();
   entry.saved = static_cast<std::uint32_t>(now_->seen.full.size() - 1);
@@ -140,6 +141,7 @@ void Plan::follow(Step& step) {
     step.trace = std::move(trace);  // else the one so far, which has been forgotten meanwhile
   }
   step.kin.follow(step.trace, step.seen);
+  step.look_at = step.trace->nth_by_recipe(serial_);
 }
 
 // Beside a trace that is not of its sizes, until most of what is saved is not like it.
@@ -282,7 +284,7 @@ std::optional<StepToTime> Plan::wants_times(bool others) {
     return {};
   }
   const Trace& trace = *now_->trace;
-  const bool looks = trace.timed >= Trace::kTimed;
+  const bool looks = trace.tried_all();
   if ((looks && !trace.watch.due(serial_)) || (others && (looks || trace.proving())) ||
       trace.cut_off >= Trace::kCutOff) {
     return {};
@@ -311,21 +313,24 @@ std::shared_ptr<Trace> Plan::trace_of(std::uint32_t id) const {
   return found != traces_.end() ? *found : nullptr;
 }
 
+// As it is known by now: that may be newer than the one which the step began with.
+std::shared_ptr<Trace> Plan::repeated() const { return trace_of(repeats()); }
+
 // Where kinds of steps take turns, one is told of the other's times as it begins: memory is for the
 // step that the plan is for.
 bool Plan::takes_other_plan() {
-  const auto newest = trace_of(repeats());
-  return newest != nullptr && std::exchange(newest->begins_plan, false);
+  const auto trace = repeated();
+  return trace != nullptr && std::exchange(trace->begins_plan, false);
 }
 
 std::uint64_t Plan::in_use() const {
-  const auto newest = trace_of(repeats());
-  return newest != nullptr ? std::uint64_t{newest->id} << 32 | newest->trials.id() : 0;
+  const auto trace = repeated();
+  return trace != nullptr ? std::uint64_t{trace->id} << 32 | trace->trials.id() : 0;
 }
 
 bool Plan::far_from_free() const {
-  const auto newest = trace_of(repeats());
-  return newest != nullptr && newest->far_from_free();
+  const auto trace = repeated();
+  return trace != nullptr && trace->far_from_free();
 }
 
 void Plan::requested(Bytes largest) {
@@ -358,16 +363,16 @@ bool Plan::request_came() const {
 
 void Plan::crowded(std::size_t place, Bytes request, driver::Stream stream) {
   if (now_ != nullptr) {
-    Trace::Crowding& largest = now_->seen.crowding[place];
+    const auto trace = repeated();
+    const std::uint32_t plan = trace != nullptr ? trace->trials.id() : Trials().id();
+    Trace::Crowding& largest = now_->seen.crowding[{plan, place}];
     largest = largest.bytes < request ? Trace::Crowding{request, stream} : largest;
   }
 }
 
 Bytes Plan::crowding_ahead(std::size_t places, driver::Stream stream) const {
-  if (!follows() || now_->kin) {
-    return 0;
-  }
-  return now_->trace->largest_crowding_in(place(), place() + places, stream);
+  const auto trace = repeated();
+  return trace != nullptr ? trace->largest_crowding_in(place(), place() + places, stream) : 0;
 }
 
 Bytes Plan::largest_ahead(std::size_t places) const {
@@ -397,7 +402,7 @@ void Plan::learn(Step& step) {
   // is not repeated.
   const bool fewer = !same_kind || trace->evicted_bytes() <= (*same)->evicted_bytes();
   const bool planned = same_kind && (*same)->planned;
-  const bool settled = planned && (*same)->drops() && (*same)->timed >= Trace::kTimed;
+  const bool settled = planned && (*same)->drops() && (*same)->tried_all();
   bool more_recipes = false;
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     Trace::Entry& entry = trace->entries[i];
@@ -406,6 +411,7 @@ void Plan::learn(Step& step) {
       entry.leaves = entry.evicted;
       continue;
     }
+    entry.seen_as = (*same)->entries[i].seen_as;
     const Trace::Entry& before = (*same)->entries[i];
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
@@ -437,6 +443,7 @@ void Plan::learn(Step& step) {
   if (same_kind) {
     trace->id = (*same)->id;
     trace->follower = (*same)->follower;
+    trace->of_kin = (*same)->of_kin;
     trace->unavoidable =
         (*same)->high == trace->high ? std::min((*same)->live_peak, trace->live_peak) : 0;
     trace->requests_before = (*same)->requests;
@@ -465,6 +472,7 @@ void Plan::learn(Step& step) {
     traces_.erase(same);
   } else {
     trace->id = ++ids_;
+    see_places(*trace, step);
     if (step.kin) {
       trace->unavoidable = std::min(step.kin.live_peak(trace->live_before), trace->live_peak);
     }
@@ -490,6 +498,26 @@ void Plan::learn(Step& step) {
   }
   traces_.push_front(std::move(trace));
   forget();
+}
+
+// A trace's places are those of its step's kin, with what is known of them there; else new ones.
+void Plan::see_places(Trace& trace, const Step& step) const {
+  const auto newest = step.kin ? trace_of(step.trace->id) : nullptr;
+  const Trace* const kin = newest != nullptr ? newest.get() : step.trace.get();
+  trace.of_kin = static_cast<bool>(step.kin);
+  for (std::uint32_t i = 0; i < trace.entries.size(); ++i) {
+    Trace::Entry& entry = trace.entries[i];
+    if (!step.kin || !step.kin.has_own_place(i)) {
+      entry.seen_as = {trace.id, i};
+      continue;
+    }
+    const Trace::Entry& its = kin->entries[step.kin.place_of(i)];
+    entry.seen_as = its.seen_as;
+    if (entry.same_recipe(its) && entry.proof == Trace::Proof::none) {
+      entry.proof = its.proof;
+      entry.asked = its.asked;
+    }
+  }
 }
 
 // The oldest go first. Shapes that are seen once and never again must not push out those that

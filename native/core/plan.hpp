@@ -127,10 +127,11 @@ class Plan {
   bool proven(Place place) const;
   // Whether the recipe that the record was saved with first, which a proof is of, is of this kind.
   bool made_by(Place place, std::uint32_t kind) const;
-  // Where it is to be seen in this one, for `proved`: of what leaves. Once, until the answer came
-  // or is overdue: it takes some steps, and a proof takes memory.
+  // Where it is to be seen in this one, for `proved`: of what leaves; where sizes vary of some of
+  // what stays, too, since other records leave in the next step. Once, until the answer came or is
+  // overdue: it takes some steps, and a proof takes memory.
   struct ToProve {
-    std::uint32_t trace = 0;  // 0: it is not
+    std::uint32_t trace = 0;  // 0: it is not; else Trace::SeenAs
     std::uint32_t index = 0;
     std::uint32_t rests_on = 0;
     bool again = false;  // it was before
@@ -227,6 +228,7 @@ class Plan {
   static constexpr std::uint32_t kRemembered = 64;
   static constexpr std::uint32_t kPressed = 1024;  // steps, for which one that was short counts
   static constexpr std::size_t kUnasked = 64;      // records that went before any was asked for
+  static constexpr std::uint32_t kStay = 8;        // proofs of what stays, in a step
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
@@ -237,7 +239,8 @@ class Plan {
     std::size_t alive = 0;     // records
     Bytes away = 0;            // of them
     bool diverged = false;
-    std::uint32_t look_at = KnownRecord::kNever;
+    std::uint32_t look_at = KnownRecord::kNever;        // of the trace's places
+    std::uint32_t asked = 0;                            // for proofs of what stays
     std::uint32_t needed = 0;                           // records that backward itself asked for,
     std::uint32_t newest_needed = KnownRecord::kNever;  // and the newest of them
     Use began = 0;
@@ -251,18 +254,26 @@ class Plan {
   Step* step_of(std::uint32_t serial);
   const Step* step_of(std::uint32_t serial) const;
   const Trace::Entry* expected(Place place, const Step** step) const;
+  static std::uint32_t place_in_trace(const Step& step, std::uint32_t index) {
+    return step.kin ? step.kin.place_of(index) : index;
+  }
+  static bool has_own_place(const Step& step, std::uint32_t index) {
+    return !step.kin || step.kin.has_own_place(index);
+  }
   // The likeliest trace among those that `may`, null without any.
   std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
   std::shared_ptr<Trace> nearest(const Trace& seen) const;
   bool over(const Step& step) const;
   static bool alike(const Trace* trace, Bytes high);
   std::shared_ptr<Trace> trace_of(std::uint32_t id) const;  // null where that was forgotten
+  std::shared_ptr<Trace> repeated() const;                  // by the newest step; null: none is
   void forget_proofs();
   void follow(Step& step);
   void follow_kin(Step& step);
   void forget();
   void end(Step* step);
   void learn(Step& step);
+  void see_places(Trace& trace, const Step& step) const;
 
   std::list<std::shared_ptr<Trace>> traces_;  // newest first
   std::list<Step> steps_;                     // those whose records are alive, and the newest

@@ -13,7 +13,7 @@ const Trace::Entry* Plan::expected(Place place, const Step** step) const {
   if (*step == nullptr || (*step)->trace == nullptr) {
     return nullptr;
   }
-  const std::uint32_t at = (*step)->kin ? (*step)->kin.place_of(place.index) : place.index;
+  const std::uint32_t at = place_in_trace(**step, place.index);
   return at < (*step)->trace->entries.size() ? &(*step)->trace->entries[at] : nullptr;
 }
 
@@ -42,7 +42,7 @@ bool Plan::drops_late(Place place) const {
 bool Plan::drops(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && entry->dropped;
+  return entry != nullptr && (step->kin ? step->kin.drops(place.index) : entry->dropped);
 }
 
 bool Plan::copies(Place place) const {
@@ -53,7 +53,7 @@ bool Plan::copies(Place place) const {
   }
   // Where more has to leave than was planned: a recipe takes little, and a call that runs anyway
   // nothing. To run another one for it would take longer than the copy.
-  const bool cheap = entry->comes || (entry->by_node && entry->proof == Trace::Proof::proven);
+  const bool cheap = entry->comes || entry->proven_by_node();
   return leaves(place) || (guides(place) && !cheap);
 }
 
@@ -74,7 +74,8 @@ bool Plan::copy_passed(std::uint32_t turn) const {
 bool Plan::proven(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && !step->kin && entry->proof == Trace::Proof::proven &&
+  return entry != nullptr && has_own_place(*step, place.index) &&
+         entry->proof == Trace::Proof::proven &&
          entry->same_recipe(step->seen.entries[place.index]);
 }
 
@@ -84,9 +85,11 @@ bool Plan::made_by(Place place, std::uint32_t kind) const {
 }
 
 Plan::ToProve Plan::looks_at(Place place) const {
-  const Step* step = step_of(place.step);
-  const bool looks = step != nullptr && step->look_at == place.index && proven(place);
-  return looks ? ToProve{step->trace->id, place.index, expected(place, &step)->rests_on, true}
+  const Step* step = nullptr;
+  const Trace::Entry* entry = expected(place, &step);
+  const bool looks =
+      entry != nullptr && step->look_at == place_in_trace(*step, place.index) && proven(place);
+  return looks ? ToProve{entry->seen_as.trace, entry->seen_as.index, entry->rests_on, true}
                : ToProve{};
 }
 
@@ -94,39 +97,44 @@ Plan::ToProve Plan::looks_at(Place place) const {
 // it again takes, before a plan has to guess either.
 Plan::ToProve Plan::to_prove(Place place) {
   constexpr std::uint32_t kOverdue = 16;  // steps
-  const Step* step = nullptr;
-  const Trace::Entry* entry = expected(place, &step);
-  const bool gone = entry != nullptr && (entry->dropped || entry->leaves);
-  if (!gone || step->kin || !entry->unproven() ||
-      !entry->same_recipe(step->seen.entries[place.index]) ||
+  const Step* of = nullptr;
+  const Trace::Entry* entry = expected(place, &of);
+  if (entry == nullptr || !has_own_place(*of, place.index) || !entry->unproven() ||
+      !entry->same_recipe(of->seen.entries[place.index]) ||
       (entry->asked != 0 && serial_ - entry->asked < kOverdue)) {
     return {};
   }
-  const auto trace = std::find(traces_.begin(), traces_.end(), step->trace);
-  if (trace != traces_.end()) {
-    (*trace)->entries[place.index].asked = serial_;
+  const bool gone = of->kin ? of->kin.leaves(place.index) : entry->dropped || entry->leaves;
+  if (!gone) {
+    Step& step = *step_of(place.step);
+    if (!step.kin || !entry->any_size || step.asked == kStay) {
+      return {};
+    }
+    ++step.asked;
   }
-  return {step->trace->id, place.index, entry->rests_on};
+  const auto trace = std::find(traces_.begin(), traces_.end(), of->trace);
+  if (trace != traces_.end()) {
+    (*trace)->entries[place_in_trace(*of, place.index)].asked = serial_;
+  }
+  return {entry->seen_as.trace, entry->seen_as.index, entry->rests_on};
 }
 
 // What differs leaves by a copy from here on, and the rest is planned anew.
 void Plan::proved(ToProve what, bool same) {
+  const Trace::SeenAs place{what.trace, what.index};
   for (const auto& trace : traces_) {
-    if (trace->id != what.trace || what.index >= trace->entries.size()) {
+    Trace::Entry* const entry = trace->at_place(place);
+    if (entry == nullptr || entry->rests_on != what.rests_on) {
       continue;
     }
-    Trace::Entry& entry = trace->entries[what.index];
-    if (entry.rests_on != what.rests_on) {
-      return;
-    }
-    if (!same && what.again) {
+    if (!same && std::exchange(what.again, false)) {
       forget_proofs();
     }
-    if (entry.proof == Trace::Proof::refused) {
-      return;  // it differed once: another one that came late proves nothing
+    if (entry->proof == Trace::Proof::refused) {
+      continue;  // it differed once: another one that came late proves nothing
     }
-    entry.proof = same ? Trace::Proof::proven : Trace::Proof::refused;
-    if (!same && std::exchange(entry.dropped, false)) {
+    entry->proof = same ? Trace::Proof::proven : Trace::Proof::refused;
+    if (!same && std::exchange(entry->dropped, false)) {
       trace->forget_trials();
     }
     ++version_;

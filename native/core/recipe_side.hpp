@@ -27,21 +27,33 @@ void mix(std::uint32_t* word, Value value) {
   mix(word, &value, sizeof value);
 }
 
-// `made.exact`: elementwise, each element by itself. `made.rests_on`: settings, numbers, what it
-// makes, and what the node did not save.
+// Sizes and strides, in one word.
+inline std::uint32_t layout_of(std::int32_t dimensions, const std::int64_t* sizes,
+                               const std::int64_t* strides) {
+  const std::size_t bytes = static_cast<std::size_t>(dimensions) * sizeof *sizes;
+  std::uint32_t word = kMixed;
+  mix(&word, dimensions);
+  mix(&word, sizes, bytes);
+  mix(&word, strides, bytes);
+  return word;
+}
+
+// `made.exact`: elementwise, each element by itself. `made.rests_on`: settings, numbers, the dtype
+// of what it makes, and what the node did not save.
 struct FoundRecipe {
   static constexpr std::uint32_t kInputs = Made::kInputs;  // at most
 
   void* recipe = nullptr;  // null: nobody knows how it was made
   Made made;
   const char* op = nullptr;
-  bool leaf = false;  // it needs a leaf that the node did not save
+  bool leaf = false;         // it needs a leaf that the node did not save
+  std::uint32_t layout = 0;  // of what it makes (layout_of)
   std::uint32_t inputs = 0;
   void* input[kInputs] = {};  // what the pack hook gave for each: PyObject*, the recipe's reference
 };
 
 struct RecipeSide {
-  static constexpr std::uint32_t kVersion = 4;
+  static constexpr std::uint32_t kVersion = 5;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
 

@@ -12,8 +12,9 @@ namespace stagehand::core {
 // known to be gained by setting one aside.
 void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
   cache_.lacks_pages(owner);
-  if (sight_.runs == 1 && request > kSmallLimit && d_.plan.repeats() != 0) {
-    ahead_.lacked(d_.plan.in_use(), {d_.plan.place(), request, owner}, d_.books.step());
+  const std::uint64_t plan = d_.plan.in_use();
+  if (sight_.runs == 1 && request > kSmallLimit && plan != 0) {
+    ahead_.lacked(plan, {d_.plan.place(), request, owner}, d_.books.step());
   }
 }
 
@@ -116,17 +117,20 @@ bool TorchStore::end_aside() {
   return true;
 }
 
-// After a step that had to give pages back, before the next: free memory of expandable segments
+// Before a step: after one that had to give pages back or give memory up, or before the first with
+// another plan (TorchStore::begin_step). Free memory of expandable segments
 // lies in pieces between gaps. It goes back, and as much is mapped in one piece for each stream:
 // for the one that had most, whose records leave, what the others have left of the budget; for
 // those as much as they had at most in that step, since they would have to take it from the first
 // one again. Here the GPU has been waited for, so that no copy out is under way, beside which it
 // takes the driver thirty times as long to open access to a page.
 Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
-  const Bytes small = room_for_small();
   const Unlocked unlocked(entry);
   const Bytes peak = cache_.usage().allocated_peak;
   Bytes released = release_cached().value_or(0);
+  // With those of steps before, whether they went back just now or when the program emptied the
+  // cache: a page more or less, and what a plan took in its trials is not what it takes.
+  const Bytes small = room_for_small();
   std::size_t driver_free = 0;
   std::size_t total = 0;
   if (d_.gate.table().mem_get_info(&driver_free, &total) ==

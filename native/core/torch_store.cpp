@@ -504,7 +504,15 @@ Block* TorchStore::make_in_room(Entry& entry, Bytes bytes, driver::Stream stream
       return nullptr;
     }
   }
-  if (cache_.largest_hole(owner) < bytes && (far || !may_grow(bytes))) {
+  const Bytes hole = cache_.largest_hole(owner);
+  if (hole < bytes && (far || !may_grow(bytes))) {
+    return nullptr;
+  }
+  // Nor at the place of a request that has made such ones leave again, before it has come, while it
+  // has no hole at all: the next victims make one, and this would be of them.
+  const bool to_come = bytes > kSmallLimit && !d_.plan.request_came();
+  const Bytes next = to_come ? d_.plan.crowding_ahead(1, stream) : 0;
+  if (next > bytes && hole < next && !may_grow(next)) {
     return nullptr;
   }
   HeldStorage held;

@@ -36,6 +36,11 @@ Bytes Trace::evicted_bytes() const {
   return bytes;
 }
 
+Bytes Trace::short_by() const {
+  const Bytes most = *std::max_element(full.begin(), full.end());
+  return most - std::min(most, high);
+}
+
 Bytes Trace::memory() const {
   return entries.capacity() * sizeof(Entry) +
          (by_use.capacity() + copies.capacity()) * sizeof(std::uint32_t) +
@@ -88,6 +93,16 @@ void Trace::find_idle() {
   }
 }
 
+Trace::Entry* Trace::at_place(SeenAs place) {
+  if (!of_kin) {
+    const bool here = place.trace == id && place.index < entries.size();
+    return here ? &entries[place.index] : nullptr;
+  }
+  const auto found = std::find_if(entries.begin(), entries.end(),
+                                  [&](const Entry& entry) { return entry.seen_as == place; });
+  return found != entries.end() ? &*found : nullptr;
+}
+
 Bytes Trace::request_at(std::size_t place) const {
   const auto here = [&](std::size_t i) {
     const auto at = [&](const std::vector<Bytes>& all) { return i < all.size() ? all[i] : 0; };
@@ -114,7 +129,9 @@ Bytes Trace::largest_request_in(std::size_t begin, std::size_t end) const {
 
 Bytes Trace::largest_crowding_in(std::size_t begin, std::size_t end, driver::Stream stream) const {
   Bytes largest = 0;
-  for (auto one = crowding.lower_bound(begin); one != crowding.end() && one->first < end; ++one) {
+  const std::uint32_t plan = trials.id();
+  const auto stop = crowding.lower_bound({plan, end});
+  for (auto one = crowding.lower_bound({plan, begin}); one != stop; ++one) {
     largest = one->second.stream == stream ? std::max(largest, one->second.bytes) : largest;
   }
   return largest;
@@ -122,9 +139,10 @@ Bytes Trace::largest_crowding_in(std::size_t begin, std::size_t end, driver::Str
 
 // Of the steps before, as far as such requests still come.
 void Trace::keep_crowding(const Trace& before) {
-  for (const auto& [place, request] : before.crowding) {
+  for (const auto& [where, request] : before.crowding) {
+    const std::size_t place = where.second;
     if (largest_request_in(place, place + 1) >= request.bytes) {
-      Crowding& mine = crowding[place];
+      Crowding& mine = crowding[where];
       mine = mine.bytes < request.bytes ? request : mine;
     }
   }
@@ -204,7 +222,7 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
   if (of.plans != plans || times.points.size() < 2 || times.points.back().moment + 1 != moments) {
     return false;  // the latter: it went another way
   }
-  if (timed >= kTimed) {
+  if (tried_all()) {
     cut_off = 0;  // else a few in a long run end the looks
     const bool tried = trials.best_ns() != 0;
     if (!of.look || !watch.moved(times, tried ? trials.best_spent_ns() : Watch::kUnknown, step)) {
@@ -253,10 +271,10 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
     timed = timed >= kTimedAtLeast ? kTimed : timed;
   } else if (const bool without = had_plan && of.ran.fates.empty(); !of.proving && !without) {
     const RunPlan ran = of.ran.fates.empty() ? plan() : of.ran;
-    if (trials.took(ran, times.all_ns, times.all_ns - times.points.back().ns) || timed >= kTimed) {
+    if (trials.took(ran, times.all_ns, times.all_ns - times.points.back().ns) || tried_all()) {
       try_another();
     }
-    if (timed >= kTimed && begins_plan) {
+    if (tried_all() && begins_plan) {
       watch.wait_until(step + kPays);
     }
   }
@@ -294,12 +312,11 @@ void Trace::forget_times() {
 void Trace::forget_trials() {
   timed = cut_off = 0;
   trials = Trials(++plans);
-  crowding.clear();
+  crowding.clear();  // of plans that are forgotten
 }
 
 StepToTime Trace::to_time() const {
-  const bool look = timed >= kTimed;
-  return {id, full.size() - 1, plans, look, proving(), planned ? plan() : RunPlan{}};
+  return {id, full.size() - 1, plans, tried_all(), proving(), planned ? plan() : RunPlan{}};
 }
 
 std::vector<Fate> Trace::fates() const {
@@ -329,7 +346,7 @@ bool Trace::far_from_free() const {
 
 std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
   std::vector<std::uint32_t> all;
-  for (std::uint32_t i = 0; timed >= kTimed && i < entries.size(); ++i) {
+  for (std::uint32_t i = 0; i < entries.size(); ++i) {
     if (entries[i].leaves && entries[i].dropped && entries[i].may_by_node()) {
       all.push_back(i);
     }
@@ -436,7 +453,6 @@ void Trace::try_another() {
   use(chosen);
   if (!trials.in_use(chosen)) {
     begins_plan = true;
-    crowding.clear();  // it was other plans' steps
     ++plans;
     trials.begin(std::move(chosen), plans);
   }

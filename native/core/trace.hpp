@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "core/planner.hpp"
@@ -19,6 +20,13 @@ struct Trace {
       64;  // live memory, and `high`, are alike where they differ by 1/64
 
   enum class Proof : std::uint8_t { none, proven, refused };
+  // The trace in which a place was seen first, and where in it: steps of other sizes have it from
+  // their kin. A proof is of a place.
+  struct SeenAs {
+    std::uint32_t trace = 0;
+    std::uint32_t index = 0;
+    bool operator==(const SeenAs&) const = default;
+  };
 
   struct Entry {
     Bytes block_bytes = 0;
@@ -33,10 +41,12 @@ struct Trace {
     bool sought = true;          // else nobody looked for one
     std::uint32_t made_of[Made::kInputs] = {KnownRecord::kNever, KnownRecord::kNever,
                                             KnownRecord::kNever};  // its inputs' entries
-    bool by_call = false;        // can be by the call that it was saved in
-    std::uint64_t call = 0;      // that one's number; 0: none
-    Proof proof = Proof::none;   // that the recipe makes the same bytes
-    std::uint32_t asked = 0;     // the step that asked for a proof last, by its number; 0: none did
+    bool by_call = false;       // can be by the call that it was saved in
+    std::uint64_t call = 0;     // that one's number; 0: none
+    Proof proof = Proof::none;  // that the recipe makes the same bytes
+    bool any_size = false;      // Made::any_size
+    std::uint32_t asked = 0;    // the step that asked for a proof last, by its number; 0: none did
+    SeenAs seen_as;
     std::uint64_t again_ns = 0;  // by the recipe, as last measured; 0: never was
     std::uint64_t rerun_ns = 0;  // by the call, from its beginning on, likewise
     bool comes = false;          // if dropped too: its call runs past it in any case
@@ -66,8 +76,9 @@ struct Trace {
       std::copy(std::begin(before.made_of), std::end(before.made_of), made_of);
     }
     bool same_recipe(const Entry& other) const {
-      return kind == other.kind && rests_on == other.rests_on;
+      return by_node == other.by_node && kind == other.kind && rests_on == other.rests_on;
     }
+    bool proven_by_node() const { return by_node && proof == Proof::proven; }
   };
   std::uint32_t id = 0;
   std::uint32_t depth = 0;     // steps that waited for their backward when it began
@@ -115,10 +126,11 @@ struct Trace {
   // When each begins, once that was measured, and what the lanes carry.
   std::vector<std::uint64_t> at_ns{};
   LaneRates rates;
-  int timed = 0;      // steps; kTimed: no more of them need be
-  int cut_off = 0;    // that began to be measured, and the next one began before they were over;
-                      // once settled, since the last look
-  StepTotals totals;  // of the newest that was
+  bool of_kin = false;  // its places were seen in others first
+  int timed = 0;        // steps; kTimed: no more of them need be
+  int cut_off = 0;      // that began to be measured, and the next one began before they were over;
+                        // once settled, since the last look
+  StepTotals totals;    // of the newest that was
   Trials trials;
   Watch watch;
   bool begins_plan = false;   // another one than the steps before had, and what they made of it
@@ -136,26 +148,32 @@ struct Trace {
   // recipes ask for does not count, so that it is the same whatever is made again.
   std::vector<Bytes> requests;
   std::vector<Bytes> requests_before;
-  // Requests that made records leave again that had come back ahead, by their places: the largest
-  // of each. There may be more of them than holes are set aside for.
+  // Requests that made records leave again that had come back ahead, by the plan that did so
+  // (Trials::id) and their places: the largest of each. There may be more of them than holes are
+  // set aside for.
   struct Crowding {
     Bytes bytes = 0;
     driver::Stream stream = nullptr;
   };
-  std::map<std::size_t, Crowding> crowding;
+  std::map<std::pair<std::uint32_t, std::size_t>, Crowding> crowding;
 
+  Entry* at_place(SeenAs place);  // null without any
   // That one; where nothing was asked for there, the largest around it.
   Bytes request_at(std::size_t place) const;
   Bytes largest_request_in(std::size_t begin, std::size_t end) const;  // places
   Bytes largest_crowding_in(std::size_t begin, std::size_t end, driver::Stream stream) const;
   void keep_crowding(const Trace& before);
   Bytes evicted_bytes() const;
+  // What its step had to do without at once, at least.
+  Bytes short_by() const;
   Bytes memory() const;  // of the host, that it takes
 
   static constexpr int kTimed = 64;
   static constexpr std::uint32_t kPays = 3;  // steps from here on pay for a change of plan
   static constexpr int kCutOff = 16;         // then none will be measured whole
-  bool settled() const { return timed >= kTimed || cut_off >= kCutOff; }
+  // No more plans are tried; nor is any where steps cannot be measured.
+  bool tried_all() const { return timed >= kTimed; }
+  bool settled() const { return tried_all() || cut_off >= kCutOff; }
   // One such step was measured: chooses by all that were; once that is settled only where what it
   // costs has moved. False: nothing changed, as where its plan has been left meanwhile.
   bool measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,
@@ -174,7 +192,7 @@ struct Trace {
   bool wastes_memory(const KnownStep& step, std::span<const Fate> fates, double times) const;
   // Whether the best of its plans that drop takes a good part longer than what it computes.
   bool far_from_free() const;
-  // In turn, each that a settled plan drops for a recipe to make again.
+  // In turn, each that is dropped for a recipe to make again; kNever for none.
   std::uint32_t nth_by_recipe(std::uint32_t n) const;
   void use(const RunPlan& plan);
   // What that leaves room for.

@@ -50,6 +50,8 @@ struct Made {
   // What a proof rests on beside the place in the step: settings, and the inputs' sizes. Of others
   // it says nothing.
   std::uint32_t rests_on = 0;
+  // Elementwise, of inputs that lie as its output does: then sizes are not part of `rests_on`.
+  bool any_size = false;
   // Its inputs, as far as they are records: where one was dropped, that is made again first.
   static constexpr std::size_t kInputs = 3;
   RecordId of[kInputs] = {};  // of generation 0: none

@@ -9,8 +9,8 @@
 namespace stagehand::entry {
 
 namespace {
-// What a proof rests on, of one input: sizes and strides choose the kernel.
-void mix_input(std::uint32_t* word, const Handle& input) {
+// What a proof rests on, of one input: its dtype and how it is aligned. Returns its layout.
+std::uint32_t mix_input(std::uint32_t* word, const Handle& input) {
   Geometry passed;
   const Geometry* of = &input.geometry;
   std::int64_t place = static_cast<std::int64_t>(input.offset);
@@ -22,9 +22,8 @@ void mix_input(std::uint32_t* word, const Handle& input) {
   }
   core::mix(word, of->dtype.code);
   core::mix(word, of->dtype.bits);
-  core::mix(word, of->ndim);
-  core::mix(word, of->shape(), 2 * static_cast<std::size_t>(of->ndim) * sizeof *of->shape());
-  core::mix(word, place % 512);  // how it is aligned
+  core::mix(word, place % 512);
+  return core::layout_of(of->ndim, of->shape(), of->shape() + of->ndim);
 }
 }  // namespace
 
@@ -35,19 +34,26 @@ Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded, std::uint64_
   }
   side_->find(tensor.ptr(), nb::type<Handle>().ptr(), &recipe.found_);
   core::Made& made = recipe.found_.made;
+  made.any_size = made.exact && recipe.found_.inputs > 0;
   made.exact &= trusts_;
   core::mix(&made.rests_on, leaf);
+  std::uint32_t layouts = recipe.found_.layout;
   bool apart = sharded && recipe.found_.leaf;
   for (std::uint32_t i = 0; i < recipe.found_.inputs; ++i) {
     const auto* input =
         nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
-    mix_input(&made.rests_on, *input);
+    const std::uint32_t layout = mix_input(&made.rests_on, *input);
+    made.any_size &= layout == recipe.found_.layout;
+    core::mix(&layouts, layout);
     if (input->runtime != nullptr) {
       made.of[i] = input->record;
     }
     apart |= input->call.is_valid() && !input->call.is(call);
     apart |= sharded && input->passed.is_valid();
+  }
+  if (!made.any_size) {  // sizes and strides choose the kernel, and which elements meet
+    core::mix(&made.rests_on, layouts);
   }
   return recipe.depth_ <= kDepth && !apart ? std::move(recipe) : Recipe();
 }

@@ -355,7 +355,7 @@ std::uint32_t kind_of(const Recipe& recipe) {
 std::uint32_t rests_on(const Recipe& recipe, const at::Tensor& made) {
   std::uint32_t word = stagehand::core::kMixed;
   mix(&word, recipe.settings);
-  mix_tensor(&word, made);
+  mix(&word, static_cast<int>(made.scalar_type()));
   for (const at::Scalar& number : {recipe.numbers[0], recipe.numbers[1], recipe.after_number}) {
     mix(&word, number.isComplex() ? 0.0 : number.to<double>());
   }
@@ -420,6 +420,8 @@ void find(void* object, void* handle, FoundRecipe* found) {
     found->made = {reinterpret_cast<stagehand::core::Address>(made.data_ptr()), made.nbytes(),
                    kind_of(*recipe), recipe->op->exact, rests_on(*recipe, made)};
     found->leaf = recipe->leaves[0].tensor.defined();
+    found->layout = stagehand::core::layout_of(static_cast<std::int32_t>(made.dim()),
+                                               made.sizes().data(), made.strides().data());
     found->op = recipe->after != nullptr ? recipe->after->name : recipe->op->name;
     found->inputs = recipe->count;
     std::copy_n(recipe->inputs, recipe->count, found->input);

@@ -113,6 +113,7 @@ struct StoreTensors {
     core::Made made{first, ns != 0 ? bytes : 0, ns != 0 ? 0U : 1U};  // to be proven, as torch's are
     if (ns != 0) {
       made.of[0] = from->saved.record;
+      made.any_size = true;
     }
     return made;
   }
@@ -423,7 +424,15 @@ class LoraReplay {
   // As recorded, without any budget.
   double plain_ms() const { return plain_us_ / 1e3; }
   StepShape shape() { return rig_.runtime->step_shape(); }
+  Counters counters() { return rig_.counters(); }
   void set_high(Bytes high) { high_ = high; }
+  // What the next steps do, from here on.
+  void follow(const LoraModel& model) {
+    events_ = model.events;
+    sizes_ = block_bytes(events_);
+    recipes_ = model.recipes;
+    plain_us_ = model.plain_us();
+  }
   static constexpr Bytes others() { return kOthers; }
   // torch.cuda.empty_cache() between two steps.
   void empty_cache() {
@@ -646,10 +655,10 @@ class LoraReplay {
   Tensors tensors_;
   CoreRig& rig_ = tensors_.rig;
   Bytes high_;
-  const std::vector<Event> events_;
-  const std::map<std::uint64_t, Bytes> sizes_;  // of blocks
+  std::vector<Event> events_;
+  std::map<std::uint64_t, Bytes> sizes_;  // of blocks
   std::map<std::uint64_t, LoraModel::Recipe> recipes_;
-  const double plain_us_;
+  double plain_us_;
   driver::Stream stream_ = rig_.stream();
   BlockWeights weights_;
   std::vector<Call> calls_;

@@ -285,6 +285,82 @@ TEST("what differed once is not proven by an answer that comes later") {
   }
 }
 
+// Steps of other sizes each time: of two records made again by themselves the first leaves.
+struct Sized {
+  static constexpr Bytes kFirst = 4_MiB;
+  Plan plan;
+  std::array<bool, 2> proven{};  // in the newest step
+  std::array<bool, 2> drops{};
+
+  std::array<Plan::ToProve, 2> step(int number, std::uint32_t of_second = 8, bool any_size = true) {
+    const Bytes more = static_cast<Bytes>(number) * 64_KiB;
+    const auto made = [&](std::uint32_t rests_on) {
+      return Made{.bytes = kFirst, .kind = 3, .rests_on = rests_on, .any_size = any_size};
+    };
+    plan.begin_step(kHigh, 0);
+    std::vector<Plan::Place> places;
+    places.push_back(plan.saved(6_MiB + more));
+    places.push_back(plan.saved(kFirst + more, {}, made(7)));
+    places.push_back(plan.saved(kFirst + more, {}, made(of_second)));
+    plan.evicted(places[1]);
+    plan.occupied(kHigh);
+    std::array<Plan::ToProve, 2> asked;
+    for (const std::size_t i : {0, 1}) {
+      proven[i] = plan.proven(places[i + 1]);
+      drops[i] = plan.drops(places[i + 1]);
+      asked[i] = plan.to_prove(places[i + 1]);
+    }
+    backward(plan, places);
+    return asked;
+  }
+};
+
+TEST("in steps of other sizes a proof is of its place, and comes with it to the next steps") {
+  Sized steps;
+  steps.step(0);
+  const auto asked = steps.step(1);
+  CHECK(asked[0].trace != 0);
+  CHECK(asked[1].trace != 0);           // it stays, and may leave in the next one
+  CHECK_EQ(steps.step(2)[0].trace, 0);  // asked once
+  steps.plan.proved(asked[0], true);
+  for (int number = 3; number < 20; ++number) {
+    steps.step(number);
+    CHECK(steps.proven[0] && !steps.proven[1]);
+    CHECK(steps.drops[0] && !steps.drops[1]);
+  }
+}
+
+TEST("what differed in a step of one size is not dropped in those of others") {
+  Sized steps;
+  steps.step(0);
+  const auto asked = steps.step(1);
+  steps.step(2);
+  steps.plan.proved(asked[0], false);
+  steps.plan.proved(asked[0], true);
+  for (int number = 3; number < 40; ++number) {
+    CHECK_EQ(steps.step(number)[0].trace, 0);
+    CHECK(!steps.proven[0] && !steps.drops[0]);
+  }
+}
+
+TEST("a proof says nothing of a recipe that rests on something else, whatever the place") {
+  Sized steps;
+  steps.step(0);
+  for (const Plan::ToProve& one : steps.step(1)) {
+    steps.plan.proved(one, true);
+  }
+  steps.step(2);
+  CHECK(steps.proven[0] && steps.proven[1]);
+  steps.step(3, 9);
+  CHECK(steps.proven[0] && !steps.proven[1]);
+}
+
+TEST("where sizes choose the kernel nothing that stays is proven in steps of other sizes") {
+  Sized steps;
+  steps.step(0, 8, false);
+  CHECK_EQ(steps.step(1, 8, false)[1].trace, 0);
+}
+
 TEST("micro-batches in flight learn and follow by how many are in flight") {
   Plan plan;
   const std::vector<Bytes> sizes{4_MiB, 8_MiB};

@@ -4,10 +4,12 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <random>
+#include <utility>
 #include <vector>
 
-#include "native/trace.hpp"
+#include "native/heap_replay.hpp"
 
 namespace stagehand::core::test {
 
@@ -56,12 +58,14 @@ class StepWriter {
 
 // A GPT of width 2048 with 8 experts in 8 layers over 8192 tokens: each token's best two experts,
 // found with nonzero. How many tokens an expert has differs by layer, and by `jitter` from step to
-// step; now and then, where `idle` says so, one has none.
-inline std::vector<Event> experts_step(std::uint64_t number, double jitter, bool idle = false) {
+// step; now and then, where `idle` says so, one has none. `recipes`: gets what can be made again.
+inline std::vector<Event> experts_step(std::uint64_t number, double jitter, bool idle = false,
+                                       std::map<std::uint64_t, Known>* recipes = nullptr) {
   constexpr int kLayers = 8;
   constexpr int kExperts = 8;
   constexpr Bytes kTokens = 8192;
   constexpr Bytes kRow = 4096;  // bytes of one token
+  constexpr Bytes kGeluBytesPerNs = 1200;
   constexpr Bytes kAll = kTokens * kRow;
   std::minstd_rand of_model(7);
   std::minstd_rand of_step(static_cast<unsigned>(number) * 7919 + 3);
@@ -138,6 +142,10 @@ inline std::vector<Event> experts_step(std::uint64_t number, double jitter, bool
       own.push_back(keep(expert.saved, 4 * tokens * kRow));
       step.work(static_cast<double>(tokens) / 10);
       own.push_back(keep(expert.saved, 4 * tokens * kRow));
+      if (recipes != nullptr) {  // gelu's, of what the first matrix made
+        Known gelu{{expert.saved[2].record}, expert.saved[3].bytes / kGeluBytesPerNs, false, true};
+        (*recipes)[expert.saved[3].record] = std::move(gelu);
+      }
       step.work(40);
       own.push_back(keep(expert.saved, tokens * kRow));
       step.work(static_cast<double>(tokens) / 10);

@@ -394,6 +394,83 @@ def test_pools_made_anew_each_step_read_the_proofs_of_those_before(
     assert proofs
 
 
+# --- Other sizes in each step
+
+
+def sized_steps(
+    around: Around, count: int, meddles: Callable[[int], bool] = lambda _: False
+) -> list[tuple[dict[int, str], int]]:
+    """The gradients of each step, whose inputs have other sizes each time, and what was dropped.
+
+    In steps that meddle, some kernel changes what each gelu made, and no version tells of it.
+    """
+    torch.manual_seed(6)
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(8)]
+    found = []
+    for step in range(count):
+        rows = 9216 + 128 * (step * 7 % 11)
+        y = torch.randn(rows, 64, generator=torch.Generator().manual_seed(step))
+        before = stagehand_alloc.stats()
+        for weight in weights:
+            weight.grad = None
+        with around:
+            for weight in weights:
+                made = F.gelu(y @ weight)
+                if meddles(step):
+                    made.data.clamp_(max=0.5)
+                y = y + made @ weight
+            loss = y.square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {
+            at: digest(weight.grad) for at, weight in enumerate(weights) if weight.grad is not None
+        }
+        found.append((gradients, counted(before).drops))
+    return found
+
+
+def in_a_share(count: int, meddles: Callable[[int], bool]) -> list[tuple[dict[int, str], int]]:
+    _native.empty_cache()
+    return sized_steps(recomputing(high="44MiB", low="41MiB"), count, meddles)
+
+
+def test_what_is_elementwise_is_dropped_in_steps_of_sizes_not_seen_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = sized_steps(contextlib.nullcontext(), 11)
+    proofs = told(monkeypatch)
+    with leaves_nothing():
+        actual = in_a_share(11, lambda _: False)
+    assert [one for one, _ in actual] == [one for one, _ in expected]
+    assert proofs
+    assert all(proofs)
+    assert actual[0][1] == 0
+    assert min(drops for _, drops in actual[-4:]) > 0
+
+
+def test_what_does_not_come_back_is_moved_whatever_the_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A write behind autograd's back, in every other layer or step."""
+    expected = sized_steps(contextlib.nullcontext(), 11, lambda _: True)
+    proofs = told(monkeypatch)
+    with warnings.catch_warnings(), leaves_nothing():
+        warnings.simplefilter("ignore", StagehandWarning)  # of what did not come back
+        actual = in_a_share(11, lambda _: True)
+    assert [one for one, _ in actual] == [one for one, _ in expected]
+    assert proofs
+    assert not any(proofs)
+    assert not any(drops for _, drops in actual)
+
+
+def test_of_what_is_dropped_one_is_compared_in_each_step_of_other_sizes() -> None:
+    begins, ends = 12, 22
+    expected = sized_steps(contextlib.nullcontext(), ends, lambda step: step >= begins)
+    with pytest.warns(RuntimeWarning, match="no longer comes back bit by bit"):
+        actual = in_a_share(ends, lambda step: step >= begins)
+    assert actual[begins - 1][1] > 0
+    assert actual[-1][0] == expected[-1][0]
+
+
 # --- Convolutions with normalization
 
 
