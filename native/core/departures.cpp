@@ -33,7 +33,8 @@ void Departures::retained(Record& record) {
     next_turn_ = 0;
   }
   const bool leaves = d_.plan.leaves(record.place);
-  const bool drops = leaves && d_.plan.drops(record.place) && record.droppable();
+  const bool drops = leaves && d_.plan.drops(record.place) && record.droppable() &&
+                     (record.by_node || !d_.plan.guesses());  // no call runs for a guess
   if (drops && !d_.plan.drops_late(record.place)) {
     d_.room.drop(record);
     copy_those_due(false);

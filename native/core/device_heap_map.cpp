@@ -522,16 +522,16 @@ Block* DeviceHeap::stretch_of(const Arena& arena, Bytes piece_bytes) const {
   return joins && !small_ones ? longest : nullptr;
 }
 
-// Mapped as requests come it would be opened beside copies out, at up to a millisecond a piece. In
-// pieces of 8 MiB, or a heap's 2,048th: in larger ones less of what leaves is whole pieces, which
-// can move. What was renewed before and is idle stays. Where nobody asked in the step before, or
-// the graph is gone, nobody is about to.
 void DeviceHeap::end_step() {
   for (const auto& arena : arenas_) {
     arena->held = arena->mapped_bytes();
   }
 }
 
+// Mapped as requests come it would be opened beside copies out, at up to a millisecond a piece. In
+// pieces of 8 MiB, or a heap's 2,048th: in larger ones less of what leaves is whole pieces, which
+// can move. What was renewed before and is idle stays. Where nobody asked in the step before, or
+// the graph is gone, nobody is about to.
 Bytes DeviceHeap::renew(Bytes target) {
   constexpr Bytes kRequest = 64_MiB;
   constexpr Bytes kRequests = 256;

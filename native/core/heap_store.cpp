@@ -96,7 +96,9 @@ bool HeapStore::begin_step(Bytes target) {
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
   // What the program has given back since would come back in pieces of its requests.
   const bool another = d_.plan.takes_other_plan();
-  const bool emptied = fits_under(d_.counters.mapped, target / kEmptied, mapped_at_end_);
+  const bool emptied =
+      fits_under(d_.counters.mapped, target / kEmptied, std::exchange(mapped_at_end_, 0)) &&
+      d_.weights.standing().empty();
   const bool other = (another || emptied) && d_.plan.far_from_free();
   const bool varies = d_.plan.varies();
   const bool coarser = varies && heap_.coarsen();

@@ -10,7 +10,6 @@ namespace {
 
 constexpr double kSame = 1.0 / 32;     // a scale that differs by less is 1
 constexpr double kChanged = 1.0 / 16;  // one that differs by more changes what leaves
-constexpr Bytes kCheap = 2_MiB;
 
 // Whether two numbers differ by so many times at most.
 bool within(double times, double a, double b) { return a <= b * times && b <= a * times; }
@@ -25,11 +24,12 @@ void Kin::follow(std::shared_ptr<const Trace> trace, const Trace& step) {
   newest_.assign(trace_->entries.size(), kNone);
   places_.reserve(step.entries.size());
   older_.reserve(step.entries.size());
+  anchored_.reserve(step.entries.size());
   for (std::size_t i = 0; i + 1 < step.entries.size(); ++i) {
     const Bytes mine = step.entries[i].block_bytes;
     const std::size_t place = std::min(next_, trace_->entries.size() - 1);
     const Bytes its = trace_->entries[place].block_bytes;
-    put(i, place);
+    put(step, i, place);
     if (alike(mine, its)) {
       mine_ += static_cast<double>(mine);
       its_ += static_cast<double>(its);
@@ -48,9 +48,15 @@ bool Kin::saved(const Trace& step) {
   return true;
 }
 
-void Kin::put(std::size_t index, std::size_t place) {
+void Kin::put(const Trace& step, std::size_t index, std::size_t place) {
+  const Trace::Entry& mine = step.entries[index];
+  const Trace::Entry& its = trace_->entries[place];
   places_.push_back(static_cast<std::uint32_t>(place));
   older_.push_back(std::exchange(newest_[place], static_cast<std::uint32_t>(index)));
+  const bool follows = place == next_ && older_.back() == kNone && mine.op == its.op &&
+                       alike(mine.block_bytes, its.block_bytes);
+  in_order_ = follows ? in_order_ + 1 : 0;
+  anchored_.push_back(in_order_ > index || in_order_ >= kAnchored);
   next_ = place + 1;
 }
 
@@ -100,7 +106,7 @@ void Kin::place(const Trace& step) {
       }
     }
   }
-  put(index, best);
+  put(step, index, best);
   if (!is_alike(best)) {
     ++unlike_;
     return;
@@ -118,7 +124,7 @@ double Kin::scale() const {
 // Whether it is sooner made again than moved, as far as can be told without times: elementwise, and
 // more than what the host takes to launch that.
 bool Kin::cheap(const Trace::Entry& entry) {
-  return entry.any_size && entry.proven_by_node() && entry.block_bytes >= kCheap;
+  return entry.proven_for_all_sizes() && entry.block_bytes >= kCheap;
 }
 
 // What left there leaves here. All of it together is scaled: what the trace's step had of memory

@@ -63,7 +63,7 @@ void Plan::begin_step(Bytes high, Bytes live) {
   step.seen.depth = static_cast<std::uint32_t>(std::count_if(
       steps_.begin(), steps_.end(), [](const Step& one) { return one.seen.by_use.empty(); }));
   step.trace = likeliest(step.seen, [](const Trace&) { return true; });
-  if (step.trace != nullptr && step.trace->tried_all()) {
+  if (step.trace != nullptr) {
     step.look_at = step.trace->nth_by_recipe(serial_);
   }
   steps_.push_back(std::move(step));
@@ -141,7 +141,6 @@ void Plan::follow(Step& step) {
     step.trace = std::move(trace);  // else the one so far, which has been forgotten meanwhile
   }
   step.kin.follow(step.trace, step.seen);
-  step.look_at = step.trace->nth_by_recipe(serial_);
 }
 
 // Beside a trace that is not of its sizes, until most of what is saved is not like it.
@@ -426,6 +425,7 @@ void Plan::learn(Step& step) {
     more_recipes |= (entry.by_node && !before.by_node) || (entry.by_call && !before.by_call);
     if (entry.same_recipe(before)) {
       entry.proof = before.proof;
+      entry.agreed = before.agreed;
       entry.asked = before.asked;
     }
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
@@ -502,12 +502,11 @@ void Plan::learn(Step& step) {
 
 // A trace's places are those of its step's kin, with what is known of them there; else new ones.
 void Plan::see_places(Trace& trace, const Step& step) const {
-  const auto newest = step.kin ? trace_of(step.trace->id) : nullptr;
-  const Trace* const kin = newest != nullptr ? newest.get() : step.trace.get();
+  const auto kin = step.kin ? trace_of(step.trace->id) : nullptr;  // null: it was forgotten
   trace.of_kin = static_cast<bool>(step.kin);
   for (std::uint32_t i = 0; i < trace.entries.size(); ++i) {
     Trace::Entry& entry = trace.entries[i];
-    if (!step.kin || !step.kin.has_own_place(i)) {
+    if (kin == nullptr || !step.kin.anchored(i)) {
       entry.seen_as = {trace.id, i};
       continue;
     }
@@ -515,6 +514,7 @@ void Plan::see_places(Trace& trace, const Step& step) const {
     entry.seen_as = its.seen_as;
     if (entry.same_recipe(its) && entry.proof == Trace::Proof::none) {
       entry.proof = its.proof;
+      entry.agreed = its.agreed;
       entry.asked = its.asked;
     }
   }

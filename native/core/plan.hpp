@@ -137,9 +137,10 @@ class Plan {
     bool again = false;  // it was before
   };
   ToProve to_prove(Place place);
-  // Where it is the one of what is dropped whose bytes this step looks at when it is saved and when
-  // it is back, whatever was proven. They take turns: what a program does behind autograd's back
-  // may change, and nothing tells of it.
+  // Where its bytes are looked at when it is saved and when it is back, whatever was proven: what a
+  // program does behind autograd's back may change, and nothing tells of it. Those that a settled
+  // plan drops take turns, one in each step. In steps of other sizes it is each drop at first, and
+  // one in eight later.
   ToProve looks_at(Place place) const;
   void proved(ToProve what, bool same);
   // Whether the step has followed a trace so far.
@@ -228,7 +229,9 @@ class Plan {
   static constexpr std::uint32_t kRemembered = 64;
   static constexpr std::uint32_t kPressed = 1024;  // steps, for which one that was short counts
   static constexpr std::size_t kUnasked = 64;      // records that went before any was asked for
-  static constexpr std::uint32_t kStay = 8;        // proofs of what stays, in a step
+  static constexpr std::uint32_t kStay = 32;       // proofs of what stays, in a step
+  static constexpr std::uint8_t kSeenOften = 16;   // then not each drop is looked at
+  static constexpr std::uint32_t kLook = 8;        // steps, in which each is at least once
   static constexpr std::size_t kLongestStep = std::size_t{1} << 20;  // records
   static constexpr Bytes kTraceBytes = 16_MiB;                       // of all traces but the newest
   static constexpr Use kUnplanned = Use{1} << 62;  // later than all that is planned
@@ -257,8 +260,8 @@ class Plan {
   static std::uint32_t place_in_trace(const Step& step, std::uint32_t index) {
     return step.kin ? step.kin.place_of(index) : index;
   }
-  static bool has_own_place(const Step& step, std::uint32_t index) {
-    return !step.kin || step.kin.has_own_place(index);
+  static bool is_sure_of_place(const Step& step, std::uint32_t index) {
+    return !step.kin || step.kin.anchored(index);
   }
   // The likeliest trace among those that `may`, null without any.
   std::shared_ptr<Trace> likeliest(const Trace& seen, auto may) const;
@@ -287,6 +290,7 @@ class Plan {
   LaneRates rates_;
   std::uint32_t learned_ = 0;  // the trace learned last
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
+  bool for_all_sizes_ = true;  // proofs are: until something came back otherwise than when proven
   Use uses_ = 0;
   Bytes high_ = kUnlimited;
   Bytes live_ = 0;                // when last told

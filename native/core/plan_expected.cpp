@@ -48,7 +48,14 @@ bool Plan::drops(Place place) const {
 bool Plan::copies(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  if (entry == nullptr || step->kin || !entry->again() || entry->dropped) {
+  if (entry == nullptr) {
+    return false;
+  }
+  if (step->kin) {  // nothing is dropped on a proof that is not looked at (looks_at)
+    const Trace::Entry& mine = step->seen.entries[place.index];
+    return mine.any_size && !mine.by_call && !step->kin.drops(place.index);
+  }
+  if (!entry->again() || entry->dropped) {
     return false;
   }
   // Where more has to leave than was planned: a recipe takes little, and a call that runs anyway
@@ -74,9 +81,12 @@ bool Plan::copy_passed(std::uint32_t turn) const {
 bool Plan::proven(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  return entry != nullptr && has_own_place(*step, place.index) &&
-         entry->proof == Trace::Proof::proven &&
-         entry->same_recipe(step->seen.entries[place.index]);
+  if (entry == nullptr || entry->proof != Trace::Proof::proven ||
+      !entry->same_recipe(step->seen.entries[place.index])) {
+    return false;
+  }
+  return !step->kin ||
+         (for_all_sizes_ && entry->proven_for_all_sizes() && step->kin.anchored(place.index));
 }
 
 bool Plan::made_by(Place place, std::uint32_t kind) const {
@@ -87,8 +97,12 @@ bool Plan::made_by(Place place, std::uint32_t kind) const {
 Plan::ToProve Plan::looks_at(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  const bool looks =
-      entry != nullptr && step->look_at == place_in_trace(*step, place.index) && proven(place);
+  bool looks = entry != nullptr && proven(place);
+  if (looks && step->kin) {
+    looks = drops(place) && (entry->agreed < kSeenOften || (serial_ + place.index) % kLook == 0);
+  } else {
+    looks = looks && step->look_at == place.index;
+  }
   return looks ? ToProve{entry->seen_as.trace, entry->seen_as.index, entry->rests_on, true}
                : ToProve{};
 }
@@ -99,15 +113,20 @@ Plan::ToProve Plan::to_prove(Place place) {
   constexpr std::uint32_t kOverdue = 16;  // steps
   const Step* of = nullptr;
   const Trace::Entry* entry = expected(place, &of);
-  if (entry == nullptr || !has_own_place(*of, place.index) || !entry->unproven() ||
+  if (entry == nullptr || !is_sure_of_place(*of, place.index) ||
       !entry->same_recipe(of->seen.entries[place.index]) ||
       (entry->asked != 0 && serial_ - entry->asked < kOverdue)) {
+    return {};
+  }
+  const bool for_all = of->kin && for_all_sizes_ && entry->any_size &&
+                       entry->block_bytes >= Kin::kCheap && !entry->proven_for_all_sizes();
+  if (of->kin ? !for_all || !entry->may_by_node() : !entry->unproven()) {
     return {};
   }
   const bool gone = of->kin ? of->kin.leaves(place.index) : entry->dropped || entry->leaves;
   if (!gone) {
     Step& step = *step_of(place.step);
-    if (!step.kin || !entry->any_size || step.asked == kStay) {
+    if (!step.kin || step.asked == kStay) {
       return {};
     }
     ++step.asked;
@@ -122,18 +141,22 @@ Plan::ToProve Plan::to_prove(Place place) {
 // What differs leaves by a copy from here on, and the rest is planned anew.
 void Plan::proved(ToProve what, bool same) {
   const Trace::SeenAs place{what.trace, what.index};
+  if (!same && what.again) {
+    for_all_sizes_ = false;  // it may do so for some sizes only
+    forget_proofs();
+    ++version_;
+  }
   for (const auto& trace : traces_) {
     Trace::Entry* const entry = trace->at_place(place);
     if (entry == nullptr || entry->rests_on != what.rests_on) {
       continue;
     }
-    if (!same && std::exchange(what.again, false)) {
-      forget_proofs();
-    }
     if (entry->proof == Trace::Proof::refused) {
       continue;  // it differed once: another one that came late proves nothing
     }
     entry->proof = same ? Trace::Proof::proven : Trace::Proof::refused;
+    entry->agreed = same ? std::max<std::uint8_t>(entry->agreed, entry->agreed + 1) : 0;
+    entry->asked = 0;
     if (!same && std::exchange(entry->dropped, false)) {
       trace->forget_trials();
     }
@@ -146,6 +169,7 @@ void Plan::forget_proofs() {
   for (const auto& trace : traces_) {
     for (Trace::Entry& entry : trace->entries) {
       entry.proof = entry.proof == Trace::Proof::proven ? Trace::Proof::none : entry.proof;
+      entry.agreed = 0;
       entry.asked = 0;
     }
   }

@@ -346,7 +346,7 @@ bool Trace::far_from_free() const {
 
 std::uint32_t Trace::nth_by_recipe(std::uint32_t n) const {
   std::vector<std::uint32_t> all;
-  for (std::uint32_t i = 0; i < entries.size(); ++i) {
+  for (std::uint32_t i = 0; tried_all() && i < entries.size(); ++i) {
     if (entries[i].leaves && entries[i].dropped && entries[i].may_by_node()) {
       all.push_back(i);
     }

@@ -45,6 +45,7 @@ struct Trace {
     std::uint64_t call = 0;     // that one's number; 0: none
     Proof proof = Proof::none;  // that the recipe makes the same bytes
     bool any_size = false;      // Made::any_size
+    std::uint8_t agreed = 0;    // proofs, and looks since, that came back the same
     std::uint32_t asked = 0;    // the step that asked for a proof last, by its number; 0: none did
     SeenAs seen_as;
     std::uint64_t again_ns = 0;  // by the recipe, as last measured; 0: never was
@@ -70,6 +71,7 @@ struct Trace {
     // dropped rests on the recipe that is there then.
     void keep_recipe(const Entry& before) {
       by_node = before.by_node;
+      any_size = before.any_size;
       kind = before.kind;
       rests_on = before.rests_on;
       proof = before.proof;
@@ -79,6 +81,11 @@ struct Trace {
       return by_node == other.by_node && kind == other.kind && rests_on == other.rests_on;
     }
     bool proven_by_node() const { return by_node && proof == Proof::proven; }
+    // Also for steps of other sizes: each proof was in another step, and so of other sizes.
+    bool proven_for_all_sizes() const {
+      return any_size && proven_by_node() && agreed >= kForAllSizes;
+    }
+    static constexpr std::uint8_t kForAllSizes = 4;
   };
   std::uint32_t id = 0;
   std::uint32_t depth = 0;     // steps that waited for their backward when it began
@@ -192,7 +199,7 @@ struct Trace {
   bool wastes_memory(const KnownStep& step, std::span<const Fate> fates, double times) const;
   // Whether the best of its plans that drop takes a good part longer than what it computes.
   bool far_from_free() const;
-  // In turn, each that is dropped for a recipe to make again; kNever for none.
+  // In turn, each that a settled plan drops for a recipe to make again.
   std::uint32_t nth_by_recipe(std::uint32_t n) const;
   void use(const RunPlan& plan);
   // What that leaves room for.

@@ -1,4 +1,6 @@
 // The plan alone, on recorded steps, and what the runtime makes of it.
+#include <array>
+
 #include "core/plan.hpp"
 #include "native/core_rig.hpp"
 #include "native/plan_steps.hpp"
@@ -288,52 +290,70 @@ TEST("what differed once is not proven by an answer that comes later") {
 // Steps of other sizes each time: of two records made again by themselves the first leaves.
 struct Sized {
   static constexpr Bytes kFirst = 4_MiB;
+  using Both = std::array<Plan::ToProve, 2>;
   Plan plan;
   std::array<bool, 2> proven{};  // in the newest step
   std::array<bool, 2> drops{};
+  Both looks;
 
-  std::array<Plan::ToProve, 2> step(int number, std::uint32_t of_second = 8, bool any_size = true) {
+  Both step(int number, std::uint32_t of_second = 8, bool any_size = true,
+            const char* op = nullptr) {
     const Bytes more = static_cast<Bytes>(number) * 64_KiB;
     const auto made = [&](std::uint32_t rests_on) {
       return Made{.bytes = kFirst, .kind = 3, .rests_on = rests_on, .any_size = any_size};
     };
     plan.begin_step(kHigh, 0);
     std::vector<Plan::Place> places;
-    places.push_back(plan.saved(6_MiB + more));
+    places.push_back(plan.saved(6_MiB + more, {}, {}, {.op = op}));
     places.push_back(plan.saved(kFirst + more, {}, made(7)));
     places.push_back(plan.saved(kFirst + more, {}, made(of_second)));
     plan.evicted(places[1]);
     plan.occupied(kHigh);
-    std::array<Plan::ToProve, 2> asked;
+    Both asked;
     for (const std::size_t i : {0, 1}) {
       proven[i] = plan.proven(places[i + 1]);
       drops[i] = plan.drops(places[i + 1]);
+      looks[i] = plan.looks_at(places[i + 1]);
       asked[i] = plan.to_prove(places[i + 1]);
     }
     backward(plan, places);
     return asked;
   }
+  // Steps until both are proven for all sizes; of which number the next one is.
+  int prove_both() {
+    int number = 0;
+    for (step(number++); !proven[0] || !proven[1]; ++number) {
+      CHECK(number < 16);
+      for (const Plan::ToProve& one : step(number)) {
+        plan.proved(one, true);
+      }
+    }
+    return number;
+  }
 };
 
-TEST("in steps of other sizes a proof is of its place, and comes with it to the next steps") {
+TEST("in steps of other sizes a place is proven once four of them came back the same") {
   Sized steps;
   steps.step(0);
-  const auto asked = steps.step(1);
-  CHECK(asked[0].trace != 0);
-  CHECK(asked[1].trace != 0);           // it stays, and may leave in the next one
-  CHECK_EQ(steps.step(2)[0].trace, 0);  // asked once
-  steps.plan.proved(asked[0], true);
-  for (int number = 3; number < 20; ++number) {
-    steps.step(number);
-    CHECK(steps.proven[0] && !steps.proven[1]);
-    CHECK(steps.drops[0] && !steps.drops[1]);
+  int proofs = 0;
+  for (int number = 1; number < 12; ++number) {
+    const Sized::Both asked = steps.step(number);
+    CHECK_EQ(steps.proven[0], proofs == 4);
+    CHECK_EQ(steps.drops[0], proofs == 4);
+    CHECK(!steps.proven[1] && !steps.drops[1]);
+    CHECK_EQ(asked[0].trace != 0, proofs < 4);
+    CHECK_EQ(asked[1].trace != 0, number == 1);  // it stays, and may leave next; never answered
+    if (asked[0].trace != 0) {
+      steps.plan.proved(asked[0], true);
+      ++proofs;
+    }
   }
 }
 
 TEST("what differed in a step of one size is not dropped in those of others") {
   Sized steps;
   steps.step(0);
-  const auto asked = steps.step(1);
+  const Sized::Both asked = steps.step(1);
   steps.step(2);
   steps.plan.proved(asked[0], false);
   steps.plan.proved(asked[0], true);
@@ -345,20 +365,53 @@ TEST("what differed in a step of one size is not dropped in those of others") {
 
 TEST("a proof says nothing of a recipe that rests on something else, whatever the place") {
   Sized steps;
-  steps.step(0);
-  for (const Plan::ToProve& one : steps.step(1)) {
-    steps.plan.proved(one, true);
-  }
-  steps.step(2);
-  CHECK(steps.proven[0] && steps.proven[1]);
-  steps.step(3, 9);
+  const int next = steps.prove_both();
+  steps.step(next, 9);
   CHECK(steps.proven[0] && !steps.proven[1]);
+}
+
+TEST("a proof is good for no place behind a record that another op has made") {
+  static const char* const kOther = "another";
+  Sized steps;
+  const int next = steps.prove_both();
+  steps.step(next, 8, true, kOther);
+  CHECK(!steps.proven[0] && !steps.proven[1]);
 }
 
 TEST("where sizes choose the kernel nothing that stays is proven in steps of other sizes") {
   Sized steps;
   steps.step(0, 8, false);
   CHECK_EQ(steps.step(1, 8, false)[1].trace, 0);
+}
+
+TEST("in steps of other sizes each drop is looked at, and after sixteen one in eight") {
+  Sized steps;
+  int number = steps.prove_both();
+  int looks = 0;
+  for (int i = 0; i < 16 + 64; ++i) {
+    steps.step(number++);
+    CHECK(steps.drops[0]);
+    CHECK(i >= 8 || steps.looks[0].trace != 0);
+    if (steps.looks[0].trace != 0) {
+      ++looks;
+      steps.plan.proved(steps.looks[0], true);
+    }
+  }
+  CHECK(looks >= 16 && looks <= 24);
+}
+
+TEST("what comes back otherwise than when it was proven ends all drops in steps of other sizes") {
+  Sized steps;
+  int number = steps.prove_both();
+  steps.step(number++);
+  steps.plan.proved(steps.looks[0], false);
+  for (int i = 0; i < 40; ++i) {
+    for (const Plan::ToProve& one : steps.step(number++)) {
+      steps.plan.proved(one, true);
+    }
+    CHECK(!steps.proven[0] && !steps.proven[1]);
+    CHECK(!steps.drops[0] && !steps.drops[1]);
+  }
 }
 
 TEST("micro-batches in flight learn and follow by how many are in flight") {
