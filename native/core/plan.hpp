@@ -134,7 +134,8 @@ class Plan {
     std::uint32_t trace = 0;  // 0: it is not; else Trace::SeenAs
     std::uint32_t index = 0;
     std::uint32_t rests_on = 0;
-    bool again = false;  // it was before
+    bool again = false;       // it was before
+    bool other_size = false;  // than at that place in the step's kin
   };
   ToProve to_prove(Place place);
   // Where its bytes are looked at when it is saved and when it is back, whatever was proven: what a
@@ -259,6 +260,9 @@ class Plan {
   const Trace::Entry* expected(Place place, const Step** step) const;
   static std::uint32_t place_in_trace(const Step& step, std::uint32_t index) {
     return step.kin ? step.kin.place_of(index) : index;
+  }
+  static bool of_other_size(const Step& step, std::uint32_t index, const Trace::Entry& its) {
+    return step.kin && step.seen.entries[index].block_bytes != its.block_bytes;
   }
   static bool is_sure_of_place(const Step& step, std::uint32_t index) {
     return !step.kin || step.kin.anchored(index);

@@ -103,7 +103,9 @@ Plan::ToProve Plan::looks_at(Place place) const {
   } else {
     looks = looks && step->look_at == place.index;
   }
-  return looks ? ToProve{entry->seen_as.trace, entry->seen_as.index, entry->rests_on, true}
+  const bool other_size = looks && of_other_size(*step, place.index, *entry);
+  return looks ? ToProve{entry->seen_as.trace, entry->seen_as.index, entry->rests_on, true,
+                         other_size}
                : ToProve{};
 }
 
@@ -118,7 +120,8 @@ Plan::ToProve Plan::to_prove(Place place) {
       (entry->asked != 0 && serial_ - entry->asked < kOverdue)) {
     return {};
   }
-  const bool for_all = of->kin && for_all_sizes_ && entry->any_size &&
+  const bool other_size = of_other_size(*of, place.index, *entry);
+  const bool for_all = other_size && for_all_sizes_ && entry->any_size &&
                        entry->block_bytes >= Kin::kCheap && !entry->proven_for_all_sizes();
   if (of->kin ? !for_all || !entry->may_by_node() : !entry->unproven()) {
     return {};
@@ -135,7 +138,7 @@ Plan::ToProve Plan::to_prove(Place place) {
   if (trace != traces_.end()) {
     (*trace)->entries[place_in_trace(*of, place.index)].asked = serial_;
   }
-  return {entry->seen_as.trace, entry->seen_as.index, entry->rests_on};
+  return {entry->seen_as.trace, entry->seen_as.index, entry->rests_on, false, other_size};
 }
 
 // What differs leaves by a copy from here on, and the rest is planned anew.
@@ -155,7 +158,8 @@ void Plan::proved(ToProve what, bool same) {
       continue;  // it differed once: another one that came late proves nothing
     }
     entry->proof = same ? Trace::Proof::proven : Trace::Proof::refused;
-    entry->agreed = same ? std::max<std::uint8_t>(entry->agreed, entry->agreed + 1) : 0;
+    const bool counts = what.other_size && entry->agreed < kSeenOften;
+    entry->agreed = same ? entry->agreed + (counts ? 1 : 0) : 0;
     entry->asked = 0;
     if (!same && std::exchange(entry->dropped, false)) {
       trace->forget_trials();

@@ -81,7 +81,7 @@ struct Trace {
       return by_node == other.by_node && kind == other.kind && rests_on == other.rests_on;
     }
     bool proven_by_node() const { return by_node && proof == Proof::proven; }
-    // Also for steps of other sizes: each proof was in another step, and so of other sizes.
+    // Also for steps of other sizes: each of so many was of another size than the one before.
     bool proven_for_all_sizes() const {
       return any_size && proven_by_node() && agreed >= kForAllSizes;
     }

@@ -267,10 +267,10 @@ NB_MODULE(_native, module) {
       "table"_a);
   module.def(
       "proved",
-      [](int device, std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, bool> what,
+      [](int device, std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, bool, bool> what,
          bool same) {
-        const auto [trace, index, rests_on, again] = what;
-        opened(device).proved({trace, index, rests_on, again}, same);
+        const auto [trace, index, rests_on, again, other_size] = what;
+        opened(device).proved({trace, index, rests_on, again, other_size}, same);
       },
       "device"_a, "what"_a, "same"_a);
   module.def(

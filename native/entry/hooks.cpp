@@ -418,7 +418,8 @@ void Hooks::look_again(const Handle& handle, nb::handle tensor) {
 }
 
 void Hooks::tell(const nb::object& differs, const core::Plan::ToProve& what, const char* op) {
-  proof_(differs, device_, nb::make_tuple(what.trace, what.index, what.rests_on, what.again), op);
+  proof_(differs, device_,
+         nb::make_tuple(what.trace, what.index, what.rests_on, what.again, what.other_size), op);
 }
 
 bool Hooks::refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, Bytes offset) {

@@ -50,7 +50,7 @@ def outlook() -> str:
 class _Proof(NamedTuple):
     differs: Any  # a tensor of one bool, on `stream`
     stream: Any
-    what: tuple[int, int, int, bool]  # the engine's words for it; whether it was proven before
+    what: tuple[int, int, int, bool, bool]  # the engine's words; [3]: it was proven before
     op: str
 
 
@@ -69,7 +69,9 @@ class Proofs:
         self._read: tuple[Any, Any, list[_Proof]] | None = None
         self._told: set[tuple[str, bool]] = set()
 
-    def add(self, differs: Any, device: int, what: tuple[int, int, int, bool], op: str) -> None:
+    def add(
+        self, differs: Any, device: int, what: tuple[int, int, int, bool, bool], op: str
+    ) -> None:
         """One comparison was queued on the current stream: ``differs`` is a tensor of one bool."""
         import torch
 

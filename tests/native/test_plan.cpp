@@ -350,6 +350,24 @@ TEST("in steps of other sizes a place is proven once four of them came back the 
   }
 }
 
+TEST("what came back in steps of one size only is not proven for others") {
+  Sized steps;
+  steps.step(0);
+  for (int i = 0; i < 40; ++i) {
+    for (const Plan::ToProve& one : steps.step(1)) {
+      steps.plan.proved(one, true);
+    }
+    for (Plan::ToProve& look : steps.looks) {
+      steps.plan.proved(look, true);
+    }
+  }
+  CHECK(steps.proven[0]);
+  for (int number = 2; number < 4; ++number) {
+    steps.step(number);
+    CHECK(!steps.proven[0] && !steps.drops[0]);
+  }
+}
+
 TEST("what differed in a step of one size is not dropped in those of others") {
   Sized steps;
   steps.step(0);

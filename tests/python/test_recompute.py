@@ -118,7 +118,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *, again: bool = False) -> list[bool]:
     proofs: list[bool] = []
     tell = _native.proved
 
-    def spy(device: int, what: tuple[int, int, int, bool], same: bool) -> None:
+    def spy(device: int, what: tuple[int, int, int, bool, bool], same: bool) -> None:
         proofs.extend([same] if what[3] or not again else [])
         tell(device, what, same)
 
