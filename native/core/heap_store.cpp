@@ -13,7 +13,6 @@ constexpr Bytes kSmallVictims = 16_MiB;  // leave together
 // Moving memory costs the host about as long as the link takes for this: 7 ms on an H200, where
 // creating, mapping, opening and unmapping a piece are 50 us together.
 constexpr Bytes kWorthMoving = 384_MiB;
-constexpr Bytes kEmptied = 8;  // a part of the target: less went back, and it matters less
 }  // namespace
 
 HeapStore::HeapStore(Device& device)
@@ -96,9 +95,8 @@ bool HeapStore::begin_step(Bytes target) {
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
   // What the program has given back since would come back in pieces of its requests.
   const bool another = d_.plan.takes_other_plan();
-  const bool emptied =
-      fits_under(d_.counters.mapped, target / kEmptied, std::exchange(mapped_at_end_, 0)) &&
-      d_.weights.standing().empty();
+  const bool emptied = gave_back(d_.counters.mapped, target, std::exchange(mapped_at_end_, 0)) &&
+                       d_.weights.standing().empty();
   const bool other = (another || emptied) && d_.plan.far_from_free();
   const bool varies = d_.plan.varies();
   const bool coarser = varies && heap_.coarsen();

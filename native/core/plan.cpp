@@ -410,8 +410,8 @@ void Plan::learn(Step& step) {
       entry.leaves = entry.evicted;
       continue;
     }
-    entry.seen_as = (*same)->entries[i].seen_as;
     const Trace::Entry& before = (*same)->entries[i];
+    entry.seen_as = before.seen_as;
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
     entry.comes = before.comes;

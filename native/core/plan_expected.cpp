@@ -97,16 +97,17 @@ bool Plan::made_by(Place place, std::uint32_t kind) const {
 Plan::ToProve Plan::looks_at(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);
-  bool looks = entry != nullptr && proven(place);
-  if (looks && step->kin) {
-    looks = drops(place) && (entry->agreed < kSeenOften || (serial_ + place.index) % kLook == 0);
-  } else {
-    looks = looks && step->look_at == place.index;
+  if (entry == nullptr) {
+    return {};
   }
-  const bool other_size = looks && of_other_size(*step, place.index, *entry);
-  return looks ? ToProve{entry->seen_as.trace, entry->seen_as.index, entry->rests_on, true,
-                         other_size}
-               : ToProve{};
+  const bool turn = step->kin ? drops(place) && (entry->agreed < kSeenOften ||
+                                                 (serial_ + place.index) % kLook == 0)
+                              : step->look_at == place.index;
+  if (!turn || !proven(place)) {
+    return {};
+  }
+  return {entry->seen_as.trace, entry->seen_as.index, entry->rests_on, true,
+          of_other_size(*step, place.index, *entry)};
 }
 
 // What leaves by a copy is proven too: then dropping it is known to be right, and how long making

@@ -48,7 +48,7 @@ class Store {
 
   // A pool is entered; the last record is gone. False: nothing above `target` needs to go back.
   virtual bool begin_step(Bytes target) = 0;
-  virtual void end_step() {}
+  virtual void end_step() = 0;
   // Bytes in use, before a step.
   virtual Bytes in_use() const = 0;
   // Gives free memory back to the driver until mapped <= target; waits for the GPU.
@@ -67,6 +67,14 @@ class Store {
 
   // Empty, or the first broken invariant.
   virtual const char* broken() const = 0;
+
+ protected:
+  // Whether the program has given back enough since a step ended, of what was mapped then, for all
+  // of it to be mapped at once: a request at a time it comes in pieces that hold no larger one.
+  static bool gave_back(Bytes mapped, Bytes target, Bytes mapped_then) {
+    constexpr Bytes kEnough = 8;  // a part of the target
+    return fits_under(mapped, target / kEnough, mapped_then);
+  }
 };
 
 }  // namespace stagehand::core

@@ -118,12 +118,12 @@ bool TorchStore::end_aside() {
 }
 
 // Before a step: after one that had to give pages back or give memory up, or before the first with
-// another plan (TorchStore::begin_step). Free memory of expandable segments
-// lies in pieces between gaps. It goes back, and as much is mapped in one piece for each stream:
-// for the one that had most, whose records leave, what the others have left of the budget; for
-// those as much as they had at most in that step, since they would have to take it from the first
-// one again. Here the GPU has been waited for, so that no copy out is under way, beside which it
-// takes the driver thirty times as long to open access to a page.
+// another plan (TorchStore::begin_step). Free memory of expandable segments lies in pieces between
+// gaps. It goes back, and as much is mapped in one piece for each stream: for the one that had
+// most, whose records leave, what the others have left of the budget; for those as much as they had
+// at most in that step, since they would have to take it from the first one again. Here the GPU has
+// been waited for, so that no copy out is under way, beside which it takes the driver thirty times
+// as long to open access to a page.
 Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
   const Unlocked unlocked(entry);
   const Bytes peak = cache_.usage().allocated_peak;

@@ -17,8 +17,7 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
-constexpr Bytes kAside = 20_MiB;  // less of it is not worth the wait
-constexpr Bytes kEmptied = 8;     // a part of the target: less went back, and it matters less
+constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
 constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
 }  // namespace
 
@@ -342,7 +341,7 @@ bool TorchStore::begin_step(Bytes target) {
   // What the program has given back since that step would be mapped again a request at a time, in
   // pieces that hold no larger one. A MemPool has segments of its own.
   const bool emptied = squeezed_ && segments_.newest() == MemPoolSegments::Pool{} &&
-                       fits_under(cache_.usage().reserved, target / kEmptied, reserved_at_end_);
+                       gave_back(cache_.usage().reserved, target, reserved_at_end_);
   // What steps took in a trial they take once its plan is kept, if both begin with the same memory.
   // Without expandable segments that would be mapped again a request at a time.
   const bool own = d_.plan.takes_other_plan() && d_.plan.far_from_free() && !d_.plan.varies() &&

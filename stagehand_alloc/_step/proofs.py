@@ -47,10 +47,13 @@ def outlook() -> str:
     return _build.outlook(LIBRARY, ": nothing is made again")
 
 
+_What = tuple[int, int, int, bool, bool]  # the engine's words; [3]: it was proven before
+
+
 class _Proof(NamedTuple):
     differs: Any  # a tensor of one bool, on `stream`
     stream: Any
-    what: tuple[int, int, int, bool, bool]  # the engine's words; [3]: it was proven before
+    what: _What
     op: str
 
 
@@ -69,9 +72,7 @@ class Proofs:
         self._read: tuple[Any, Any, list[_Proof]] | None = None
         self._told: set[tuple[str, bool]] = set()
 
-    def add(
-        self, differs: Any, device: int, what: tuple[int, int, int, bool, bool], op: str
-    ) -> None:
+    def add(self, differs: Any, device: int, what: _What, op: str) -> None:
         """One comparison was queued on the current stream: ``differs`` is a tensor of one bool."""
         import torch
 
