@@ -117,6 +117,11 @@ std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, b
   return all;
 }
 
+std::vector<Fate> moving_least(const KnownStep& step) {
+  const Grid grid(step);
+  return Search(grid, droppable(grid), 0, 0).run();
+}
+
 double to_beat(const KnownStep& step, const Forecast& before) {
   const bool drops = std::any_of(step.records.begin(), step.records.end(), [](const auto& record) {
     return record.again_ns > 0 || record.call != 0;

@@ -118,6 +118,10 @@ double noise(const KnownStep& step);
 // that leave more of the lanes' time free, and so drop more.
 std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, bool crowded);
 
+// What moves as little as can be: dropped is all that takes less than its copies would if no time
+// of the lanes were free.
+std::vector<Fate> moving_least(const KnownStep& step);
+
 // What a proposal must be forecast at less than to take the place of what was done before.
 double to_beat(const KnownStep& step, const Forecast& before);
 

@@ -2,7 +2,9 @@
 // holes, mapping and the host, so the one that took the least is kept. Pure.
 #pragma once
 
+#include <algorithm>
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <utility>
@@ -23,6 +25,8 @@ struct RunPlan {
   explicit RunPlan(std::vector<Fate> of, bool late = false)
       : fates(std::move(of)), drops_late(late) {}
   bool operator==(const RunPlan&) const = default;
+  // Records that leave by one.
+  std::ptrdiff_t copies() const { return std::count(fates.begin(), fates.end(), Fate::leave); }
 };
 
 // A step that is to be measured. The host is ahead of the GPU by whole steps: when its times are

@@ -168,24 +168,30 @@ TEST("a kind of step that the next one always cuts off is not measured for ever"
   CHECK(!steps.bank.steps.watches(steps.stream));
 }
 
-// A trace of three records, of which a node can make the second again.
-Trace one_that_drops() {
+// A trace of such records, which are used last to first.
+Trace of_records(const std::vector<Bytes>& records) {
   Trace trace;
-  for (const Bytes bytes : {64_MiB, 64_MiB, 64_MiB}) {
+  for (const Bytes bytes : records) {
     trace.begin_moment();
     Trace::Entry& entry = trace.entries.emplace_back();
     entry.block_bytes = bytes;
     entry.saved = entry.retained = static_cast<std::uint32_t>(trace.entries.size());
     entry.leaves = true;
   }
-  for (std::uint32_t i = 3; i-- > 0;) {
+  for (auto i = static_cast<std::uint32_t>(records.size()); i-- > 0;) {
     trace.begin_moment();
     trace.by_use.push_back(i);
     trace.entries[i].used_moment = static_cast<std::uint32_t>(trace.full.size() - 1);
   }
-  trace.live.assign(4, 0);
-  trace.high = 1_GiB;
+  trace.live.assign(records.size() + 1, 0);
   trace.planned = true;
+  return trace;
+}
+
+// Of three records a node can make the second again.
+Trace one_that_drops() {
+  Trace trace = of_records({64_MiB, 64_MiB, 64_MiB});
+  trace.high = 1_GiB;
   trace.entries[1].by_node = trace.entries[1].dropped = true;
   trace.entries[1].proof = Trace::Proof::proven;
   trace.entries[1].again_ns = 1000;
@@ -235,6 +241,48 @@ TEST("steps that had begun before a plan was settled on do not have it made anew
   step = trace.to_time();
   trace.measured(step, times_of(step, 60'000'000), rates, 5);
   CHECK(trace.measured(step, times_of(step, 60'000'000), rates, 6));  // two looks do
+}
+
+bool copies_something(const Trace& trace) {
+  return std::any_of(trace.entries.begin(), trace.entries.end(),
+                     [](const Trace::Entry& entry) { return entry.leaves && !entry.dropped; });
+}
+
+// Of four records two have to leave. Their copies hide in what is computed, and a node can make
+// both again; where something is copied the host makes each moment longer by so much.
+Trace settled_where_copies_hold_up(std::uint64_t moment_ns) {
+  Trace trace = of_records({64_MiB, 64_MiB, 64_MiB, 64_MiB});
+  trace.high = 130_MiB;
+  for (std::size_t moment = 1; moment < trace.full.size(); ++moment) {
+    trace.full[moment] = std::min(moment, trace.full.size() - moment) * 64_MiB;
+  }
+  for (std::size_t i = 0; i < trace.entries.size(); ++i) {
+    trace.entries[i].by_node = trace.entries[i].leaves = i < 2;
+    trace.entries[i].proof = Trace::Proof::proven;
+    trace.entries[i].again_ns = 50'000;
+  }
+  LaneRates rates;
+  for (std::uint32_t at = 1; !trace.settled(); ++at) {
+    const StepToTime step = trace.to_time();
+    const std::uint64_t each = 500'000 + (copies_something(trace) ? moment_ns : 0);
+    StepTimes times = times_of(step, 0);
+    for (StepTimes::Point& point : times.points) {
+      point.ns = point.moment * each;
+    }
+    times.all_ns = times.points.back().ns;
+    for (const Trace::Entry& entry : trace.entries) {
+      times.all_ns += entry.dropped ? entry.again_ns : 0;
+    }
+    times.out_bytes = times.in_bytes = 256_MiB;
+    trace.measured(step, times, rates, at);
+  }
+  CHECK(trace.moved_least);
+  return trace;
+}
+
+TEST("what moves least is tried once, and kept where copies hold up what computes beside them") {
+  CHECK(!copies_something(settled_where_copies_hold_up(100'000)));
+  CHECK(copies_something(settled_where_copies_hold_up(0)));
 }
 
 }  // namespace
