@@ -279,20 +279,13 @@ Evicted TorchStore::evict_last(bool of_mem_pools, Attempt& attempt) {
 Evicted TorchStore::evict_window(const Window& window, Attempt& attempt, std::size_t place,
                                  Bytes request, const CacheMap::Owner& owner) {
   victims_.clear();
-  bool crowded = false;
-  bool others = false;  // leave than those that are to
   for (std::size_t i = window.begin; i < window.end; ++i) {
     if (sight_.candidates[i].kind == Candidate::Kind::victim) {
       victims_.push_back(sight_.blocks[i]->record);
-      crowded |= victims_.back()->prefetched;
-      others |= !d_.plan.leaves(victims_.back()->place);
+      if (victims_.back()->prefetched && request != 0) {
+        d_.plan.crowded(place, request, owner.stream);
+      }
     }
-  }
-  // What came back ahead may be where those would not have had to leave. Where all moves, lanes
-  // have no time for what comes later.
-  crowded |= others && d_.ahead > 0 && d_.plan.far_from_free();
-  if (crowded && request != 0) {
-    d_.plan.crowded(place, request, owner.stream);
   }
   return d_.room.evict_together(victims_, attempt);
 }

@@ -437,7 +437,7 @@ void Trace::try_another() {
   const auto told = static_cast<double>(before.late_ns + before.again_ns);
   const bool costly = spent > 2 * noise(step);
   std::vector<Proposal> found;
-  if (least > 0 || costly) {
+  if (!moved_least && (least > 0 || costly)) {  // that is the last one
     found = proposals(step, before, spent > told + 2 * noise(step));
   }
   RunPlan chosen = trials.best();
@@ -454,7 +454,6 @@ void Trace::try_another() {
   if (may && wastes_memory(step, other_way.fates, kHardly)) {
     chosen = other_way;
   } else if (!found.empty() && found.front().ns < least && found.front().fates != was.fates &&
-             (!moved_least || found.front().ns + 2 * noise(step) < spent) &&
              untried(found.front())) {
     chosen.fates = std::move(found.front().fates);
   } else if (costly) {
@@ -466,13 +465,15 @@ void Trace::try_another() {
       }
     }
   }
+  bool prefers = false;
   const bool no_more = chosen == trials.best() || !trials.more();
   if ((timed >= kTimedAtLeast && no_more) || last) {
     chosen = trials.best();
     if (may && wastes_memory(step, other_way.fates, kExplained)) {
       chosen = std::move(other_way);
-    } else if (!moves_least(step, &chosen) && (trials.sure_of_best() || last)) {
-      timed = kTimed;
+    } else {
+      prefers = moves_least(step, &chosen);
+      timed = !prefers && (trials.sure_of_best() || last) ? kTimed : timed;
     }
   }
   if (chosen == was) {
@@ -483,6 +484,9 @@ void Trace::try_another() {
     begins_plan = true;
     ++plans;
     trials.begin(std::move(chosen), plans);
+    if (prefers) {
+      trials.prefer();
+    }
   }
 }
 

@@ -8,6 +8,7 @@ namespace stagehand::core {
 namespace {
 constexpr std::uint64_t kNoise = 128;  // a step that is longer by less than one part is as long
 constexpr std::uint64_t kWorse = 4;    // not worth another step: longer by one part
+constexpr std::uint64_t kFar = 8;      // differs too much to count: by one part
 constexpr int kSettled = 2;            // steps, of which the first pays for the change
 constexpr int kLongest = 6;
 constexpr std::size_t kNewest = 4;  // steps count
@@ -20,6 +21,15 @@ Trials::Took Trials::Tried::takes() const {
   std::sort(sorted.begin(), sorted.end());
   return sorted.empty() ? Took{~std::uint64_t{0}, 0}
                         : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
+}
+
+// What its steps differ by, but for one that took far longer.
+std::uint64_t Trials::Tried::differ_ns() const {
+  if (newest.empty()) {
+    return 0;
+  }
+  const auto [least, most] = std::minmax_element(newest.begin(), newest.end());
+  return std::min(most->ns - least->ns, least->ns / kFar);
 }
 
 void Trials::begin(RunPlan plan, std::uint32_t id) {
@@ -81,7 +91,14 @@ const Trials::Tried* Trials::fastest() const {
   const auto least = std::min_element(all_.begin(), all_.end(), [](const Tried& a, const Tried& b) {
     return a.takes() < b.takes();
   });
-  return least == all_.end() ? nullptr : &*least;
+  if (least == all_.end()) {
+    return nullptr;
+  }
+  const std::uint64_t as_good = least->takes().ns + least->differ_ns();
+  const auto preferred = std::find_if(all_.begin(), all_.end(), [&](const Tried& one) {
+    return one.preferred && one.takes().ns <= as_good;
+  });
+  return preferred != all_.end() ? &*preferred : &*least;
 }
 
 const RunPlan& Trials::best() const {

@@ -48,6 +48,9 @@ class Trials {
   // This plan is in use from the next step on, which pays for the change; again, where it was
   // tried: then it keeps the id that it had.
   void begin(RunPlan plan, std::uint32_t id);
+  // The plan in use is the best as long as it takes longer by no more than steps of another differ:
+  // where the host is what a step waits for, and not equally in each, two or three say too little.
+  void prefer() { all_[now_].preferred = true; }
   // Of the plan in use.
   std::uint32_t id() const { return all_.empty() ? first_ : all_[now_].id; }
   // A step took so long, with this plan, which its own steps may have changed since it began; and
@@ -86,8 +89,10 @@ class Trials {
     RunPlan plan;  // as its fastest step ran
     std::uint32_t id = 0;
     std::vector<Took> newest{};  // steps
+    bool preferred = false;
 
     Took takes() const;
+    std::uint64_t differ_ns() const;
   };
   const Tried* fastest() const;
 

@@ -1,4 +1,5 @@
 // Which of the plans that were tried is kept: core/trials.
+#include <utility>
 #include <vector>
 
 #include "core/trials.hpp"
@@ -51,6 +52,20 @@ TEST("a plan that had one lucky step is not the best") {
   run(&trials, 32, {2000, 800, 950});
   CHECK(trials.best() == plan_of(16));
   CHECK_EQ(trials.best_ns(), 900);
+}
+
+TEST("a plan that is preferred is the best where steps of another differ by as much") {
+  for (const auto& [ns, best] : {std::pair{1080, 32}, {1082, 16}}) {
+    Trials trials;
+    trials.took(plan_of(0), 2000, 0);
+    run(&trials, 16, {2000, 900, 990});
+    const auto took = static_cast<std::uint64_t>(ns);
+    run(&trials, 32, {2000});
+    trials.prefer();
+    trials.took(plan_of(32), took, 0);
+    trials.took(plan_of(32), took, 0);
+    CHECK(trials.best() == plan_of(static_cast<std::size_t>(best)));
+  }
 }
 
 TEST("what another plan could save is what the best one spends, not all that its steps take") {
