@@ -59,6 +59,11 @@ bool StreamClock::captured() {
   return captured_;
 }
 
+bool StreamClock::asked_again() {
+  captured_turn_ = gate_.turn() - 1;
+  return captured();
+}
+
 Status StreamClock::record(Tick* tick) {
   if (captured()) {
     return Status::driver_failed;
@@ -84,6 +89,12 @@ Status StreamClock::record(Tick* tick) {
     } else {
       spare_.push_back(event);  // somebody may still wait for what it stood for
     }
+    recorded = false;
+  }
+  // Its own thread begins a capture without a lock of ours: one that began since it was asked has
+  // the event, and whoever asked of that would end the capture.
+  if (recorded && asked_again()) {
+    driver.event_destroy(std::exchange(ring_[slot], nullptr));
     recorded = false;
   }
   if (foreign) {

@@ -125,6 +125,7 @@ class StreamClock {
   static constexpr Seq kRing = 2048;
   static constexpr Bytes kFine = 16_MiB;
 
+  bool asked_again();  // whether it is captured now
   Seq oldest() const { return next_ > kRing ? next_ - kRing : 1; }
   // The first number from `seq` on that an event stands for; next_ where none does.
   Seq with_event(Seq seq) const;

@@ -395,8 +395,9 @@ bool Trace::wastes_memory(const KnownStep& step, std::span<const Fate> fates, do
   return of.dropped > 0 && spent > times * told + 2 * noise(step);
 }
 
-// Once, whether what moves least is worth a trial: for hardly more time of the GPU it saves the
-// host a good deal. What copies take of the host, no forecast knows.
+// Once, whether what moves least is worth a trial, for hardly more time of the GPU: where it saves
+// the host a good deal, since what copies take of that no forecast knows, or where the best spends
+// far more than is forecast, as holes make it, and this needs far fewer bytes.
 bool Trace::moves_least(const KnownStep& step, RunPlan* best) {
   constexpr double kHardly = 1.0 / 32;  // of a step
   constexpr double kSaved = 1.0 / 100;
@@ -407,13 +408,16 @@ bool Trace::moves_least(const KnownStep& step, RunPlan* best) {
     return false;
   }
   RunPlan least(moving_least(step), best->drops_late);
-  const auto takes = [&](const RunPlan& plan) {
-    const Forecast of = forecast(step, plan.fates);
-    return static_cast<double>(of.late_ns + of.again_ns);
+  const Forecast of = forecast(step, least.fates);
+  const Forecast before = forecast(step, best->fates);
+  const auto takes = [](const Forecast& one) {
+    return static_cast<double>(one.late_ns + one.again_ns);
   };
   const auto step_ns = static_cast<double>(step.at_ns.back());
-  const auto fewer = static_cast<double>(best->copies() - least.copies());
-  if (fewer * kHostNs < kSaved * step_ns || takes(least) - takes(*best) > kHardly * step_ns ||
+  const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
+  const bool worth =
+      saved_ns > kSaved * step_ns || (far_from_free() && of.bytes < before.bytes / 4 * 3);
+  if (!worth || takes(of) - takes(before) > kHardly * step_ns ||
       trials.tried(least, step.records)) {
     return false;
   }

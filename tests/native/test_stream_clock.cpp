@@ -1,4 +1,6 @@
 // Ticks, fences and device-side waits: core/stream_clock.
+#include <utility>
+
 #include "core/stream_clock.hpp"
 #include "native/core_rig.hpp"
 
@@ -360,6 +362,29 @@ TEST("a clock that serves a stream of another context records events of that one
     CHECK_EQ(clock.record(&tick), Status::ok);
   }
   stagehand_sim_drain();
+}
+
+TEST("an event that another thread's capture has taken is no tick, and is not asked about") {
+  test::CoreRig rig;
+  static decltype(driver::Table::event_record) record;
+  driver::Table table = rig.driver;
+  record = std::exchange(table.event_record, [](driver::Event event, driver::Stream stream) {
+    stagehand_sim_capture(stream, 1);
+    return record(event, stream);
+  });
+  Gate gate{table};
+  ClockBank bank{gate};
+  bank.capture(1);
+  StreamClock& clock = bank.of(rig.stream());
+  const Seq upcoming = clock.upcoming();
+  Tick tick;
+  CHECK_EQ(clock.record(&tick), Status::driver_failed);
+  CHECK_EQ(clock.upcoming(), upcoming);
+  CHECK(!clock.passed(upcoming));
+  stagehand_sim_capture(clock.stream(), 0);
+  stagehand_sim_drain();
+  CHECK(!clock.passed(upcoming));
+  CHECK_EQ(stagehand_sim_hazards(STAGEHAND_SIM_CAPTURE), 0);
 }
 
 TEST("O4: a wait that the driver refuses is not remembered as queued") {
