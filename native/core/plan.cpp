@@ -451,7 +451,6 @@ void Plan::learn(Step& step) {
     trace->repeated = serial_;
     trace->planned = planned;
     trace->drops_late = (*same)->drops_late;
-    trace->moved_least = (*same)->moved_least;
     trace->plans = (*same)->plans;
     trace->timed = (*same)->timed;
     trace->cut_off = (*same)->cut_off;

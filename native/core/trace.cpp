@@ -15,6 +15,9 @@ constexpr double kSlowNsPerByte = 1.0 / 400;
 constexpr int kTimedAtLeast = 3;  // steps
 // What the host takes to begin to run a call again, beside what the call computes.
 constexpr double kRerunNs = 50e3;
+
+// What is forecast to be spent on what the plan chose.
+double takes(const Forecast& of) { return static_cast<double>(of.late_ns + of.again_ns); }
 }  // namespace
 
 bool Trace::repeats(const Trace& other) const {
@@ -311,7 +314,6 @@ void Trace::forget_times() {
 
 void Trace::forget_trials() {
   timed = cut_off = 0;
-  moved_least = false;
   trials = Trials(++plans);
   crowding.clear();  // of plans that are forgotten
 }
@@ -386,33 +388,21 @@ void Trace::choose() {
   }
 }
 
-// Whether what steps spend is so many times what is forecast with these fates, by which something
-// is dropped: forecasts know of no holes.
-bool Trace::wastes_memory(const KnownStep& step, std::span<const Fate> fates, double times) const {
-  const Forecast of = forecast(step, fates);
-  const auto told = static_cast<double>(of.late_ns + of.again_ns);
-  const auto spent = static_cast<double>(trials.best_spent_ns());
-  return of.dropped > 0 && spent > times * told + 2 * noise(step);
-}
-
 // Once, whether what moves least is worth a trial, for hardly more time of the GPU: where it saves
 // the host a good deal, since what copies take of that no forecast knows, or where the best spends
-// far more than is forecast, as holes make it, and this needs far fewer bytes.
-bool Trace::moves_least(const KnownStep& step, RunPlan* best) {
+// far more than is forecast, as holes make it, and this needs far fewer bytes. `before`: of the
+// best.
+bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* best) {
   constexpr double kHardly = 1.0 / 32;  // of a step
   constexpr double kSaved = 1.0 / 100;
   // Of a record that leaves and comes back, for driver calls alone (a video transformer's 87 took
   // 3.7 ms of each step).
   constexpr double kHostNs = 40'000;
-  if (moved_least || timed < kTimedAtLeast || timed + 1 >= kTimed) {
+  if (trials.prefers() || timed < kTimedAtLeast || timed + 1 >= kTimed) {
     return false;
   }
   RunPlan least(moving_least(step), best->drops_late);
   const Forecast of = forecast(step, least.fates);
-  const Forecast before = forecast(step, best->fates);
-  const auto takes = [](const Forecast& one) {
-    return static_cast<double>(one.late_ns + one.again_ns);
-  };
   const auto step_ns = static_cast<double>(step.at_ns.back());
   const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
   const bool worth =
@@ -422,40 +412,47 @@ bool Trace::moves_least(const KnownStep& step, RunPlan* best) {
     return false;
   }
   *best = std::move(least);
-  return moved_least = true;
+  return true;
 }
 
-// As long as such steps take longer than something else that is forecast. Where they waste memory
-// one is tried that drops late, or the other way round: first where hardly anything else explains
-// what they spend, else last. By then the best may leave what its steps were driven to, and explain
-// much: what is forecast at less is tried that way in its place.
+// As long as such steps take longer than something else that is forecast. Where a good part of what
+// they spend is not forecast, holes waste memory: one is tried that drops late, or the other way
+// round, first where hardly anything is, else last. What is forecast at less than the best is
+// tried that way in its place; and what moves least, last of all, too.
 void Trace::try_another() {
-  constexpr double kExplained = 2;  // times what is forecast
-  constexpr double kHardly = 16;
+  constexpr double kHardly = 16;         // times what is forecast
+  constexpr double kUnexplained = 0.25;  // of it, beside it
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
   const RunPlan was = plan();
   const Forecast before = forecast(step, was.fates);
   const double least = to_beat(step, before);
   const auto spent = static_cast<double>(trials.best_spent_ns());
-  const auto told = static_cast<double>(before.late_ns + before.again_ns);
   const bool costly = spent > 2 * noise(step);
   std::vector<Proposal> found;
-  if (!moved_least && (least > 0 || costly)) {  // that is the last one
-    found = proposals(step, before, spent > told + 2 * noise(step));
+  if (!trials.prefers() && (least > 0 || costly)) {  // that is the last one
+    found = proposals(step, before, spent > takes(before) + 2 * noise(step));
   }
   RunPlan chosen = trials.best();
-  const bool last = timed + 1 >= kTimed;
+  const Forecast of_best = chosen.fates == was.fates ? before : forecast(step, chosen.fates);
   RunPlan other_way(chosen.fates, !chosen.drops_late);
-  if (const Forecast of = forecast(step, chosen.fates);
-      !found.empty() && found.front().ns < static_cast<double>(of.late_ns + of.again_ns)) {
+  Forecast of_other = of_best;
+  if (!found.empty() && found.front().ns < takes(of_best)) {
     other_way.fates = found.front().fates;
+    of_other = forecast(step, other_way.fates);
   }
-  const bool may = timed >= kTimedAtLeast && !last && !trials.tried(other_way.drops_late);
+  const bool last = timed + 1 >= kTimed;
+  const bool turns =
+      !trials.tried(other_way.drops_late) ||
+      (trials.prefers_best() && other_way.drops_late && !trials.tried(other_way, records));
+  const double told = takes(of_other);
+  const bool wastes =
+      costly && of_other.dropped > 0 && spent > told + std::max(noise(step), kUnexplained * told);
+  const bool may = timed >= kTimedAtLeast && !last && turns && wastes;
   const auto untried = [&](const Proposal& one) {
     return !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
   };
-  if (may && wastes_memory(step, other_way.fates, kHardly)) {
+  if (may && spent > kHardly * told + 2 * noise(step)) {
     chosen = other_way;
   } else if (!found.empty() && found.front().ns < least && found.front().fates != was.fates &&
              untried(found.front())) {
@@ -473,10 +470,10 @@ void Trace::try_another() {
   const bool no_more = chosen == trials.best() || !trials.more();
   if ((timed >= kTimedAtLeast && no_more) || last) {
     chosen = trials.best();
-    if (may && wastes_memory(step, other_way.fates, kExplained)) {
+    if (may) {
       chosen = std::move(other_way);
     } else {
-      prefers = moves_least(step, &chosen);
+      prefers = moves_least(step, of_best, &chosen);
       timed = !prefers && (trials.sure_of_best() || last) ? kTimed : timed;
     }
   }

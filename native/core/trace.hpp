@@ -143,7 +143,6 @@ struct Trace {
   bool begins_plan = false;   // another one than the steps before had, and what they made of it
   std::uint32_t plans = 0;    // that were tried, and begun to be tried anew
   bool planned = false;       // the planner chose what leaves
-  bool moved_least = false;   // a plan that does was tried
   bool drops_late = false;    // RunPlan's
   std::uint32_t leavers = 0;  // records that left in it
   // The entries that leave by a copy, in the order in which their copies are to be made
@@ -197,8 +196,7 @@ struct Trace {
   void choose();
   void try_another();
   bool drops() const;
-  bool moves_least(const KnownStep& step, RunPlan* best);
-  bool wastes_memory(const KnownStep& step, std::span<const Fate> fates, double times) const;
+  bool moves_least(const KnownStep& step, const Forecast& before, RunPlan* best);
   // Whether the best of its plans that drop takes a good part longer than what it computes.
   bool far_from_free() const;
   // In turn, each that a settled plan drops for a recipe to make again.

@@ -23,22 +23,13 @@ Trials::Took Trials::Tried::takes() const {
                         : sorted[std::min<std::size_t>(1, sorted.size() - 1)];
 }
 
-// What its steps differ by, but for one that took far longer.
-std::uint64_t Trials::Tried::differ_ns() const {
-  if (newest.empty()) {
-    return 0;
-  }
-  const auto [least, most] = std::minmax_element(newest.begin(), newest.end());
-  return std::min(most->ns - least->ns, least->ns / kFar);
-}
-
 void Trials::begin(RunPlan plan, std::uint32_t id) {
   const auto same =
       std::find_if(all_.begin(), all_.end(), [&](const Tried& one) { return one.plan == plan; });
   now_ = static_cast<std::size_t>(same - all_.begin());
   returns_ += same != all_.end() ? 1 : 0;
   if (same == all_.end()) {
-    all_.push_back({std::move(plan), id});
+    all_.push_back({plan, id, std::move(plan)});
   }
   steps_ = 0;
   last_ns_ = 0;
@@ -62,12 +53,20 @@ bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns)
   }
   now.newest.push_back({ns, spent_ns});
   const std::uint64_t before = std::exchange(last_ns_, ns);
+  if (before != 0 && last_ == plan) {
+    const std::uint64_t differ = std::max(ns, before) - std::min(ns, before);
+    now.differ_ns = std::max(now.differ_ns, std::min(differ, ns / kFar));  // one may be far longer
+  }
+  last_ = plan;
   const bool gains = before == 0 || ns + before / kNoise < before;
   return first || !gains || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
 }
 
 bool Trials::tried(const RunPlan& plan, std::span<const KnownRecord> records) const {
   return std::any_of(all_.begin(), all_.end(), [&](const Tried& one) {
+    if (one.begun == plan) {
+      return true;
+    }
     if (&one == all_.data() || one.plan.drops_late != plan.drops_late ||
         one.plan.fates.size() != plan.fates.size()) {
       return false;
@@ -94,11 +93,20 @@ const Trials::Tried* Trials::fastest() const {
   if (least == all_.end()) {
     return nullptr;
   }
-  const std::uint64_t as_good = least->takes().ns + least->differ_ns();
+  const std::uint64_t as_good = least->takes().ns + least->differ_ns;
   const auto preferred = std::find_if(all_.begin(), all_.end(), [&](const Tried& one) {
     return one.preferred && one.takes().ns <= as_good;
   });
   return preferred != all_.end() ? &*preferred : &*least;
+}
+
+bool Trials::prefers() const {
+  return std::any_of(all_.begin(), all_.end(), [](const Tried& one) { return one.preferred; });
+}
+
+bool Trials::prefers_best() const {
+  const Tried* found = fastest();
+  return found != nullptr && found->preferred;
 }
 
 const RunPlan& Trials::best() const {

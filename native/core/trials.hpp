@@ -48,16 +48,21 @@ class Trials {
   // This plan is in use from the next step on, which pays for the change; again, where it was
   // tried: then it keeps the id that it had.
   void begin(RunPlan plan, std::uint32_t id);
-  // The plan in use is the best as long as it takes longer by no more than steps of another differ:
-  // where the host is what a step waits for, and not equally in each, two or three say too little.
+  // The plan in use is the best as long as it takes longer by no more than steps of another differ
+  // that did the same: where the host is what a step waits for, and not equally in each, two or
+  // three say too little.
   void prefer() { all_[now_].preferred = true; }
+  // Whether any is; whether the best is.
+  bool prefers() const;
+  bool prefers_best() const;
   // Of the plan in use.
   std::uint32_t id() const { return all_.empty() ? first_ : all_[now_].id; }
   // A step took so long, with this plan, which its own steps may have changed since it began; and
   // so much of that was spent on what the plan chose: waits for the lanes, and making again.
   // Whether that is how long such steps take.
   bool took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns);
-  // Whether this one was, or one hardly different.
+  // Whether this one was, or one hardly different; or was begun: its own steps then made the same
+  // of it again, five times over.
   bool tried(const RunPlan& plan, std::span<const KnownRecord> records) const;
   // Whether any was that drops late; or any that does not.
   bool tried(bool drops_late) const;
@@ -88,11 +93,13 @@ class Trials {
   struct Tried {
     RunPlan plan;  // as its fastest step ran
     std::uint32_t id = 0;
+    RunPlan begun{};             // as it was proposed
     std::vector<Took> newest{};  // steps
+    // What two in a row differed by at most that ran with the same.
+    std::uint64_t differ_ns = 0;
     bool preferred = false;
 
     Took takes() const;
-    std::uint64_t differ_ns() const;
   };
   const Tried* fastest() const;
 
@@ -102,6 +109,7 @@ class Trials {
   int steps_ = 1;  // with the plan in use; the first one of all was in use before
   int returns_ = 0;
   std::uint64_t last_ns_ = 0;
+  RunPlan last_;
 };
 
 }  // namespace stagehand::core

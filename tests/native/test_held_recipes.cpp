@@ -1,6 +1,7 @@
 // Steps in which what was dropped is made again, where torch's own allocator cuts the blocks.
 #include <array>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,8 +97,7 @@ TEST("while plans are tried, what recipes ask for does not make a request unexpe
 
 // The 3-D U-Net of the recorded step: what relu makes in place of each batch normalization, which
 // is saved twice in a row, can be made again of the record before it.
-LoraModel unet_with_recipes() {
-  constexpr double kNsPerByte = 1.4e-3;
+LoraModel unet_with_recipes(double ns_per_byte) {
   LoraModel model{.events = without_small(read_trace("unet3d.txt")), .expandable = true};
   struct Record {
     std::uint64_t number = 0;
@@ -113,7 +113,7 @@ LoraModel unet_with_recipes() {
     if (event.a != last.number) {
       before = std::exchange(last, {event.a, blocks.at(event.b)});
     } else if (before.bytes == last.bytes) {
-      const auto ns = static_cast<std::uint64_t>(kNsPerByte * static_cast<double>(last.bytes));
+      const auto ns = static_cast<std::uint64_t>(ns_per_byte * static_cast<double>(last.bytes));
       model.recipes[last.number] = {before.number, 1 + ns};
     }
   }
@@ -121,11 +121,12 @@ LoraModel unet_with_recipes() {
 }
 
 struct Unet : LoraReplay<HeldTensors, NoWeights> {
-  explicit Unet(double share) : LoraReplay(model(), high(share), lora_machine()) {}
+  explicit Unet(double share) : Unet(share, model()) {}
+  Unet(double share, const LoraModel& model) : LoraReplay(model, high(share), lora_machine()) {}
 
  private:
   static const LoraModel& model() {
-    static const LoraModel all = unet_with_recipes();
+    static const LoraModel all = unet_with_recipes(1.4e-3);
     return all;
   }
   static Bytes high(double share) {
@@ -175,6 +176,37 @@ TEST("3-D U-Net: once it is settled on, a plan takes what it took when it was tr
     sum += replay.ahead_ms(60, 12) / replay.plain_ms();
   }
   CHECK(sum / shares.size() <= 1.075);
+}
+
+// Each time by up to a tenth more or less, which is another one for each seed.
+void vary_times(LoraModel& model, std::uint64_t seed) {
+  std::uint64_t random = seed;
+  std::uint64_t before = 0;
+  double us = 0;
+  for (Event& event : model.events) {
+    if (event.kind == 't') {
+      random = random * 6364136223846793005U + 1442695040888963407U;
+      const double part = static_cast<double>(random >> 32) / static_cast<double>(1ULL << 32);
+      us += (0.9 + 0.2 * part) * static_cast<double>(event.a - std::exchange(before, event.a));
+      event.a = static_cast<std::uint64_t>(us);
+    }
+  }
+}
+
+// Making again takes what it does on an H200. 1.08 where one that drops late is tried only if what
+// is forecast explains less than half of what steps spend; single ones took 1.18.
+TEST("3-D U-Net: which plan trials end with does not hang on what a tenth of computing takes") {
+  std::vector<double> took;
+  for (const double share : {0.71, 0.73, 0.74}) {
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+      LoraModel model = unet_with_recipes(3.1e-3);
+      vary_times(model, seed);
+      Unet replay(share, model);
+      took.push_back(replay.ahead_ms(60, 12) / replay.plain_ms());
+    }
+  }
+  const double sum = std::accumulate(took.begin(), took.end(), 0.0);
+  CHECK(sum / static_cast<double>(took.size()) <= 1.065);
 }
 
 // 1.44 where a page less is mapped then than when the plan was tried.

@@ -276,13 +276,31 @@ Trace settled_where_copies_hold_up(std::uint64_t moment_ns) {
     times.out_bytes = times.in_bytes = 256_MiB;
     trace.measured(step, times, rates, at);
   }
-  CHECK(trace.moved_least);
+  CHECK(trace.trials.prefers());
   return trace;
 }
 
 TEST("what moves least is tried once, and kept where copies hold up what computes beside them") {
   CHECK(!copies_something(settled_where_copies_hold_up(100'000)));
   CHECK(copies_something(settled_where_copies_hold_up(0)));
+}
+
+TEST("what moves least is tried dropping late, too, where another that did was no better") {
+  Trace trace = settled_where_copies_hold_up(400'000);
+  const RunPlan least = trace.plan();
+  const std::uint64_t ns = trace.trials.best_ns();
+  trace.timed = Trace::kTimed / 2;
+  const auto run = [&](const RunPlan& plan, std::uint64_t more_ns) {
+    trace.use(plan);
+    trace.trials.begin(plan, ++trace.plans);
+    for (int i = 0; i < 5; ++i) {
+      trace.trials.took(plan, ns + more_ns, more_ns);
+    }
+  };
+  run(RunPlan(std::vector<Fate>(least.fates.size(), Fate::leave), true), 20'000'000);
+  run(least, 2'500'000);
+  trace.try_another();
+  CHECK(trace.plan() == RunPlan(least.fates, true));
 }
 
 }  // namespace

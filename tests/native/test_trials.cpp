@@ -68,6 +68,36 @@ TEST("a plan that is preferred is the best where steps of another differ by as m
   }
 }
 
+// Replays tried one five times over: each time its first step had all that left in it leave in the
+// next one, too.
+TEST("a plan that was begun was tried, whatever its own steps made of it") {
+  const std::vector<KnownRecord> records(64, KnownRecord{1_MiB});
+  Trials trials;
+  trials.took(plan_of(0), 1000, 0);
+  trials.begin(plan_of(16), 1);
+  trials.took(plan_of(16), 800, 0);
+  trials.took(plan_of(40), 1200, 0);
+  CHECK(trials.tried(plan_of(16), records));
+  CHECK(trials.tried(plan_of(40), records));
+  CHECK(!trials.tried(plan_of(16, true), records));
+}
+
+TEST("what a plan gains or loses as it changes is nothing that its steps differ by") {
+  Trials trials;
+  trials.took(plan_of(0), 2000, 0);
+  trials.begin(plan_of(16), 16);
+  trials.took(plan_of(16), 2000, 0);
+  trials.took(plan_of(17), 990, 0);
+  trials.took(plan_of(18), 900, 0);
+  trials.took(plan_of(18), 900, 0);
+  run(&trials, 32, {2000});
+  trials.prefer();
+  trials.took(plan_of(32), 920, 0);
+  trials.took(plan_of(32), 920, 0);
+  CHECK(trials.prefers());
+  CHECK(!trials.prefers_best());
+}
+
 TEST("what another plan could save is what the best one spends, not all that its steps take") {
   Trials trials;
   trials.took(plan_of(0), 1000, 90);
