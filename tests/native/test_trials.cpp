@@ -38,11 +38,21 @@ TEST("a plan that still gains by its own steps has more of them, up to six") {
   CHECK(trials.best() == plan_of(0));
 }
 
-void run(Trials* trials, std::size_t dropped, const std::vector<std::uint64_t>& steps) {
-  trials->begin(plan_of(dropped), static_cast<std::uint32_t>(dropped));
-  for (const std::uint64_t ns : steps) {
+// What each step ran with, and took: the first one's plan is begun, and its own steps change it.
+void run(Trials* trials, const std::vector<std::pair<std::size_t, std::uint64_t>>& steps) {
+  const std::size_t begun = steps.front().first;
+  trials->begin(plan_of(begun), static_cast<std::uint32_t>(begun));
+  for (const auto& [dropped, ns] : steps) {
     trials->took(plan_of(dropped), ns, 0);
   }
+}
+
+void run(Trials* trials, std::size_t dropped, const std::vector<std::uint64_t>& all_ns) {
+  std::vector<std::pair<std::size_t, std::uint64_t>> steps;
+  for (const std::uint64_t ns : all_ns) {
+    steps.emplace_back(dropped, ns);
+  }
+  run(trials, steps);
 }
 
 TEST("a plan that had one lucky step is not the best") {
@@ -74,9 +84,7 @@ TEST("a plan that was begun was tried, whatever its own steps made of it") {
   const std::vector<KnownRecord> records(64, KnownRecord{1_MiB});
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
-  trials.begin(plan_of(16), 1);
-  trials.took(plan_of(16), 800, 0);
-  trials.took(plan_of(40), 1200, 0);
+  run(&trials, {{16, 800}, {40, 1200}});
   CHECK(trials.tried(plan_of(16), records));
   CHECK(trials.tried(plan_of(40), records));
   CHECK(!trials.tried(plan_of(16, true), records));
@@ -85,11 +93,7 @@ TEST("a plan that was begun was tried, whatever its own steps made of it") {
 TEST("what a plan gains or loses as it changes is nothing that its steps differ by") {
   Trials trials;
   trials.took(plan_of(0), 2000, 0);
-  trials.begin(plan_of(16), 16);
-  trials.took(plan_of(16), 2000, 0);
-  trials.took(plan_of(17), 990, 0);
-  trials.took(plan_of(18), 900, 0);
-  trials.took(plan_of(18), 900, 0);
+  run(&trials, {{16, 2000}, {17, 990}, {18, 900}, {18, 900}});
   run(&trials, 32, {2000});
   trials.prefer();
   trials.took(plan_of(32), 920, 0);
@@ -127,10 +131,7 @@ TEST("the best is gone back to before it is sure, and another one then where it 
 TEST("a plan is what its fastest step ran, which what it has learned may have changed") {
   Trials trials;
   trials.took(plan_of(0), 1000, 0);
-  trials.begin(plan_of(16), 4);
-  trials.took(plan_of(16), 2000, 0);
-  trials.took(plan_of(17), 800, 0);
-  trials.took(plan_of(18), 900, 0);
+  run(&trials, {{16, 2000}, {17, 800}, {18, 900}});
   CHECK(trials.best() == plan_of(17));
   CHECK_EQ(trials.best_ns(), 900);
 }
