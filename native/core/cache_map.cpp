@@ -239,7 +239,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (marks_young_) {
-    young_.insert_or_assign(event.address, ++serial_);
+    young_.insert_or_assign(event.address, Order{++serial_, bytes, survivors_.served(bytes)});
   }
   if (!event.ours) {
     largest_request_ = std::max(largest_request_, bytes);
@@ -327,7 +327,7 @@ CacheMap::Known CacheMap::known_of(Address address) {
     known.owner = found->second.owner;
   }
   const auto young = young_.find(address);
-  known.serial = young != young_.end() ? young->second : 0;
+  known.serial = young != young_.end() ? young->second.serial : 0;
   known.kept = !kept_.empty() && kept_.contains(address);
   return known;
 }
@@ -395,6 +395,7 @@ void CacheMap::forget_kept() {
 
 void CacheMap::begin_step() {
   const Lock lock(mutex_);
+  saving_until_ = kSaving;
   young_.clear();
   marks_young_ = true;
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/ranked_mutex.hpp"
+#include "core/survivors.hpp"
 #include "core/torch_side.hpp"
 
 namespace stagehand::core {
@@ -97,6 +98,22 @@ class CacheMap {
   // A pool is entered: from here on it is known which blocks are younger than this call, and in
   // which order they were handed out.
   void begin_step();
+  // What is asked for from here on, until the next step begins, is no survivor.
+  void end_saving();
+  // Before begin_step: what may be survivors of the step that ends, as far as any can be. Then
+  // those that are.
+  struct Young {
+    Address address = 0;
+    Survivors::One block;
+  };
+  std::vector<Young> survivors();
+  void serve_apart(const std::vector<Survivors::One>& survivors, Bytes most);
+  // On whose blocks a request that the program makes on that stream now should be served.
+  driver::Stream place(Bytes bytes, driver::Stream stream);
+  // As of Survivors.
+  std::uint64_t survivor_sizes();
+  std::optional<driver::Stream> lacks_apart();
+  void give_apart(driver::Stream stream, driver::Stream apart);
   std::uint64_t serial();  // of the newest
   // Whether torch has handed out a large block at the address.
   bool live(Address address);
@@ -160,6 +177,11 @@ class CacheMap {
     bool releasable() const { return owner.pool == Owner{}.pool; }
     bool has_pages() const { return expandable && !small && releasable(); }
   };
+  struct Order {  // of a block among those since the step began
+    std::uint64_t serial = 0;
+    Bytes bytes = 0;        // that were asked for, in whole units
+    std::uint32_t nth = 0;  // of that size; 0 where Survivors does not count it
+  };
   using Segments = std::pmr::map<Address, Segment>;
   using Lives = std::pmr::map<Address, Bytes>;
   using Holes = std::pmr::multiset<Bytes>;
@@ -189,14 +211,18 @@ class CacheMap {
   void remove_from_stream(const Segment& segment, Bytes bytes);
   void begin_streams();
 
+  static constexpr std::uint64_t kSaving = ~std::uint64_t{0};
+
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
   std::pmr::unsynchronized_pool_resource nodes_;  // of all the maps: an event allocates nothing
   Segments segments_{&nodes_};
   Lives lives_{&nodes_};  // large blocks only
   std::pmr::set<Address> kept_{&nodes_};
-  std::pmr::unordered_map<Address, std::uint64_t> young_{&nodes_};
+  std::pmr::unordered_map<Address, Order> young_{&nodes_};
   std::uint64_t serial_ = 0;
+  std::uint64_t saving_until_ = kSaving;  // the serial then
+  Survivors survivors_;
   bool marks_young_ = false;
   Bytes small_ = 0;                     // reserved in segments of small blocks
   Bytes small_peak_ = 0;                // since the step began

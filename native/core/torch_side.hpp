@@ -58,6 +58,12 @@ struct CacheEvent {
   bool ours = false;               // of a block that `make` asked for
 };
 
+// One of 64 bits, by the size of a request.
+constexpr std::uint64_t size_bit(Bytes bytes) {
+  constexpr std::uint64_t kSpread = 0x9E3779B97F4A7C15U;  // most sizes are whole pages
+  return std::uint64_t{1} << (round_up(bytes, kBlockUnit) * kSpread >> 58U);
+}
+
 struct TorchListener {
   // No free block fits, and a segment will be asked for next. True: something was given back, so
   // search again. On the thread that allocates, for `stream`; it may hold the GIL or not. `bytes`:
@@ -68,6 +74,11 @@ struct TorchListener {
   // and never where torch does not tell of requests.
   void (*asks)(int device);
   std::uint64_t* awaits;  // atomically
+  // For a large request that the program makes on `stream`: the stream whose blocks it should be
+  // served from. If that is another one, torch is told that `stream` uses the block. Without any
+  // lock; only where `survivor_sizes` of the device has the bit of that size.
+  driver::Stream (*place)(int device, driver::Stream stream, Bytes bytes);
+  std::uint64_t* survivor_sizes;  // atomically
   void (*event)(const CacheEvent* event);
   // What the cache holds already is told by `known`, between `snapshot` (on every device, in order
   // with its events) and `told`; events meanwhile come after what is known.
@@ -82,7 +93,7 @@ struct TorchListener {
 };
 
 struct TorchSide {
-  static constexpr std::uint32_t kVersion = 5;
+  static constexpr std::uint32_t kVersion = 6;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.

@@ -189,6 +189,9 @@ std::optional<Bytes> TorchStore::release_cached() {
 void TorchStore::handed_out(Record& record) {
   record.block->owned_by_torch = true;  // as soon as the caller has made its tensor
   watch(record);
+  if (std::exchange(saving_, false)) {
+    cache_.end_saving();
+  }
 }
 
 std::uint64_t TorchStore::device_bit() const { return std::uint64_t{1} << d_.number; }
@@ -325,7 +328,6 @@ bool TorchStore::begin_step(Bytes target) {
   route_.set_needed(true);
   cache_.set_mark(d_.budget.high);
   cache_.take_largest_request();  // of what ran between two steps
-  cache_.begin_step();
   d_.gate.due().apply_limit |= limit_.want(d_.budget.limit, d_.bytes);
   release_failed_ = false;
   if (held_.side().triggers == 0) {
@@ -337,6 +339,7 @@ bool TorchStore::begin_step(Bytes target) {
   // something had to leave for want of room, it goes back.
   squeezed_ =
       std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
+  serve_apart();
   const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   // What the program has given back since that step would be mapped again a request at a time, in
   // pieces that hold no larger one. A MemPool has segments of its own.
@@ -350,6 +353,29 @@ bool TorchStore::begin_step(Bytes target) {
   anew_ = std::exchange(start_anew_, false) || aside || emptied || own;
   return emptied || ((d_.counters.mapped > target || anew_) &&
                      (cache_.releasable() > 0 || segments_.has_free_piece()));
+}
+
+// What is kept for backward, or weights, is no survivor. The streams are never destroyed: torch
+// keeps blocks by their handles.
+void TorchStore::serve_apart() {
+  constexpr Bytes kPart = 64;  // of the budget
+  std::vector<Survivors::One> survivors;
+  for (const CacheMap::Young& one : cache_.survivors()) {
+    if (held_.at(one.address) == nullptr) {
+      survivors.push_back(one.block);
+    }
+  }
+  cache_.begin_step();
+  cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0);
+  saving_ = true;
+  if (const std::optional<driver::Stream> lacking = cache_.lacks_apart(); lacking.has_value()) {
+    driver::Stream apart = nullptr;
+    if (d_.gate->stream_create(&apart, driver::kStreamNonBlocking, 0) == driver::kSuccess) {
+      cache_.give_apart(*lacking, apart);
+    }
+  }
+  std::atomic_ref(survivor_sizes_[static_cast<std::size_t>(d_.number)])
+      .store(cache_.survivor_sizes(), std::memory_order_relaxed);
 }
 
 void TorchStore::end_step() {

@@ -8,6 +8,7 @@
 // Guarded by the device's lock, but for drop_orphans, settle_due and what torch_room.cpp says.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <optional>
 #include <vector>
@@ -50,6 +51,9 @@ class TorchStore final : public Store {
     return std::atomic_ref<std::uint64_t>(devices_that_await_);
   }
   static std::uint64_t* devices_that_await() { return &devices_that_await_; }
+  // By device, the bits of sizes that CacheMap::place has something to say of; read atomically.
+  static constexpr std::size_t kDevices = 64;
+  static std::uint64_t* survivor_sizes() { return survivor_sizes_.data(); }
   // torch's cache found no free block on this thread and will grow next. True: something was given
   // back. `told`: what is asked for, 0 where torch does not tell. Under torch's mutex; never takes
   // the GIL.
@@ -147,11 +151,14 @@ class TorchStore final : public Store {
   bool take_aside(Bytes request, Bytes told, const CacheMap::Owner& owner);
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
+  void serve_apart();
   Bytes map_whole(Entry& entry, Bytes target);
   bool map_free(Bytes bytes, const CacheMap::Owner& owner);
 
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::uint64_t
       devices_that_await_ = 0;
+  alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::array<
+      std::uint64_t, kDevices> survivor_sizes_{};
 
   Device& d_;
   CacheMap& cache_;  // has a lock of its own
@@ -183,6 +190,7 @@ class TorchStore final : public Store {
   bool anew_ = false;               // as it does now
   bool squeezed_ = false;           // in the step before something had to leave
   bool first_step_ = false;         // a MemPool waits until it is over
+  bool saving_ = false;             // nothing has been asked for in this step
 };
 
 }  // namespace stagehand::core

@@ -72,6 +72,12 @@ void told(int device) noexcept {
   on_cache(device, [](core::CacheMap& cache) { cache.told(); });
 }
 
+driver::Stream place(int device, driver::Stream stream, core::Bytes bytes) noexcept {
+  driver::Stream placed = stream;
+  on_cache(device, [&](core::CacheMap& cache) { placed = cache.place(bytes, stream); });
+  return placed;
+}
+
 core::PoolRoute* route_of(int device) {
   Registry& registry = Registry::get();
   core::Runtime* runtime = registry.forked() ? nullptr : registry.find(device);
@@ -93,6 +99,8 @@ void backward_ended(int device) noexcept {
 const core::TorchListener kListener{&missed,
                                     &asks,
                                     core::Runtime::devices_that_await(),
+                                    &place,
+                                    core::TorchStore::survivor_sizes(),
                                     &event,
                                     &snapshot,
                                     &known,

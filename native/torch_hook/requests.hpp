@@ -3,17 +3,21 @@
 // torch calls a FreeMemoryCallback without a size. So its allocator is put behind another that
 // notes the size and hands all on: what torch's own
 // `torch.cuda.memory.change_current_allocator` replaces, c10's `allocator`, is replaced here too.
-// Blocks, deleters and all that is known of them stay those of torch's allocator. Who has a pointer
-// to that one from before goes on with it, without a size: a storage that is resized, for one.
+// Blocks, deleters and all that is known of them stay those of torch's allocator, which is asked
+// for a block of another stream's where a request is to be served apart (core/survivors.hpp). Who
+// has a pointer to that one from before goes on with it, without a size: a storage that is resized,
+// for one.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/headeronly/version.h>
 
 #include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -33,16 +37,25 @@ struct Asked {
   cudaStream_t stream = nullptr;  // what it names; else the thread's current one is meant
 };
 
-inline thread_local Asked t_asked;  // what this thread asks torch for
-inline std::atomic<void (*)()> g_asks{nullptr};
+// A request that is used on one stream, and served from the blocks of another.
+struct Apart {
+  cudaStream_t served_from;
+  c10::cuda::CUDAStream used_on;
+};
 
-// Before an outermost request. The engine opens one around its own, which are not told.
-inline void tell_asks() {
-  if (t_asked.bytes == 0) {
-    if (void (*const asks)() = g_asks.load(std::memory_order_acquire); asks != nullptr) {
-      asks();
-    }
-  }
+// What is told of an outermost request before torch is asked. The engine opens one around its own,
+// which are not told.
+struct Tells {
+  void (*asks)();
+  // Nothing: torch serves it as any.
+  std::optional<Apart> (*place)(std::size_t bytes);
+};
+
+inline thread_local Asked t_asked;  // what this thread asks torch for
+inline std::atomic<const Tells*> g_tells{nullptr};
+
+inline const Tells* tells_now() {
+  return t_asked.bytes == 0 ? g_tells.load(std::memory_order_acquire) : nullptr;
 }
 
 class Request {
@@ -71,17 +84,23 @@ class TellingAllocator final : public caching::CUDAAllocator {
   explicit TellingAllocator(caching::CUDAAllocator& torchs) : torchs_(torchs) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    tell_asks();
+    if (c10::DataPtr served = tell(bytes); served) {
+      return served;
+    }
     const Request request({.bytes = bytes});
     return torchs_.allocate(bytes);
   }
   void* raw_alloc(std::size_t bytes) override {
-    tell_asks();
+    if (c10::DataPtr served = tell(bytes); served) {
+      return served.release_context();
+    }
     const Request request({.bytes = bytes});
     return torchs_.raw_alloc(bytes);
   }
   void* raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) override {
-    tell_asks();
+    if (const Tells* tells = tells_now(); tells != nullptr) {
+      tells->asks();
+    }
     const Request request({bytes, true, stream});
     return torchs_.raw_alloc_with_stream(bytes, stream);
   }
@@ -189,6 +208,31 @@ class TellingAllocator final : public caching::CUDAAllocator {
   void end() { swap(this, &torchs_); }
 
  private:
+  // Null: to be served as any.
+  c10::DataPtr tell(std::size_t bytes) {
+    const Tells* tells = tells_now();
+    if (tells == nullptr) {
+      return {};
+    }
+    tells->asks();
+    const std::optional<Apart> apart = tells->place(bytes);
+    return apart.has_value() ? serve(bytes, *apart) : c10::DataPtr();
+  }
+
+  // As a tensor that was made on one stream and is used on another: torch hands its block out
+  // again, and gives it back, behind both. Null where only the other stream may have a hole.
+  c10::DataPtr serve(std::size_t bytes, const Apart& apart) {
+    const Request request({bytes, true, apart.served_from});
+    try {
+      void* memory = torchs_.raw_alloc_with_stream(bytes, apart.served_from);
+      c10::DataPtr served(memory, memory, torchs_.raw_deleter(), apart.used_on.device());
+      torchs_.recordStream(served, apart.used_on);
+      return served;
+    } catch (const c10::OutOfMemoryError&) {
+      return {};
+    }
+  }
+
   static void swap(caching::CUDAAllocator* from, caching::CUDAAllocator* to) {
     caching::allocator.compare_exchange_strong(from, to);
   }
@@ -202,9 +246,9 @@ class TellingAllocator final : public caching::CUDAAllocator {
 inline std::atomic<TellingAllocator*> g_telling{nullptr};
 
 // Once torch's CUDA is initialised: torch refuses to change its allocator from then on.
-// `asks` is called before each that says how much it is for.
-inline void tell_requests(void (*asks)()) {
-  g_asks.store(asks, std::memory_order_release);
+// `tells` is of static life, and called for each that says how much it is for.
+inline void tell_requests(const Tells& tells) {
+  g_tells.store(&tells, std::memory_order_release);
   auto* telling = new TellingAllocator(*caching::get());
   g_telling.store(telling);
   telling->begin();
@@ -219,7 +263,7 @@ inline void tell_no_more() {
 
 #else
 
-inline void tell_requests(void (*)()) {}
+inline void tell_requests(const Tells&) {}
 inline void tell_no_more() {}
 
 #endif

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 
 #include "core/torch_side.hpp"
 #include "torch_hook/over_storage.hpp"
@@ -252,6 +253,29 @@ void tell_asks() noexcept {
   }
 }
 
+// In a capture its pool serves, and a user's stream is the user's.
+std::optional<serving::Apart> place(std::size_t bytes) noexcept {
+  if (t_quiet || bytes <= stagehand::core::kSmallLimit) {
+    return std::nullopt;
+  }
+  try {
+    const c10::DeviceIndex device = c10::cuda::current_device();
+    const std::uint64_t sizes =
+        std::atomic_ref(g_listener.survivor_sizes[device]).load(std::memory_order_relaxed);
+    if ((sizes & stagehand::core::size_bit(bytes)) == 0 || capturing()) {
+      return std::nullopt;
+    }
+    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
+    const stagehand::driver::Stream from = g_listener.place(device, stream.stream(), bytes);
+    if (from == stream.stream()) {
+      return std::nullopt;
+    }
+    return serving::Apart{reinterpret_cast<cudaStream_t>(from), stream};
+  } catch (...) {  // the request itself will say so
+    return std::nullopt;
+  }
+}
+
 // The tracker runs from before the snapshot on; a snapshot's own event, under the same mutex, marks
 // where what it holds ends and what the tracker tells begins.
 const char* listen(const TorchListener* listener) {
@@ -268,7 +292,8 @@ const char* listen(const TorchListener* listener) {
       tell_known(device, snapshot);
       g_listener.told(device);
     }
-    serving::tell_requests(&tell_asks);
+    static constexpr serving::Tells kTells{&tell_asks, &place};
+    serving::tell_requests(kTells);
     g_listening.store(true, std::memory_order_release);
   } catch (const std::exception&) {
     t_snapshotting = false;

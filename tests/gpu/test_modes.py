@@ -115,6 +115,42 @@ def test_what_is_planned_to_leave_is_copied_out_from_the_next_request_on(torch_b
     assert (copied[0], copied[-1]) == (0, 1)
 
 
+def stream_of(tensor: Tensor) -> int:
+    """Whose blocks torch's cache serves it from; 0 for the default stream's."""
+    for segment in torch.cuda.memory_snapshot():
+        if 0 <= tensor.data_ptr() - segment["address"] < segment["total_size"]:
+            return int(segment["stream"])
+    raise AssertionError("no segment has it")
+
+
+def test_what_outlives_its_step_is_served_apart_and_keeps_its_bytes(torch_books: None) -> None:
+    kept: list[Tensor] = []
+
+    def keeping(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        kept.append(torch.full((320, 1024), float(len(kept)), device="cuda"))
+        return loss
+
+    model, x = mlp(), rows()
+    expected = one_step(model, x)
+    pool = budget_on_torch("native", TIGHT_ROOM)
+    streams = []
+    for step in range(8):
+        assert one_step(model, x, pool, keeping) == expected
+        streams.append(stream_of(kept[step]))
+        if step > 0:  # the loss of the step before, say
+            torch.cuda._sleep(SLEEP_CYCLES)
+            late = kept[step - 1] + 0
+            kept[step - 1] = kept[step][:0]
+            torch.cuda.empty_cache()
+            assert bool((late == step - 1).all())
+    assert streams[0] == 0
+    assert streams[-1] != 0
+    assert len(set(streams)) == 2
+    assert bool((kept[-1] == 7).all())
+    assert pool.stats().overshoot_bytes == 0
+
+
 def test_native_and_mempool_pools_take_turns(torch_books: None) -> None:
     model, x = mlp(), rows()
     expected = one_step(model, x)

@@ -96,8 +96,20 @@ void FakeTorch::tell(CacheEvent::Kind kind, Address address, Bytes bytes, Addres
 }
 
 Storage* FakeTorch::make(Bytes bytes, driver::Stream stream, bool quiet) {
-  if (tells && triggers_ && !quiet && (Runtime::awaits().load() & 1) != 0) {
-    runtime_.asks();
+  driver::Stream from = stream;
+  if (tells && triggers_ && !quiet) {
+    if ((Runtime::awaits().load() & 1) != 0) {
+      runtime_.asks();
+    }
+    if (bytes > kSmallSize && (TorchStore::survivor_sizes()[0] & size_bit(bytes)) != 0) {
+      from = cache_.place(bytes, stream);
+    }
+  }
+  if (from != stream) {
+    if (Storage* storage = make_for_engine(bytes, from, quiet); storage != nullptr) {
+      record_stream(storage, stream);
+      return storage;
+    }
   }
   return make_for_engine(bytes, stream, quiet);
 }
@@ -544,6 +556,11 @@ Bytes FakeTorch::allocated() {
 Bytes FakeTorch::reserved_peak() {
   const RecursiveLock lock(mutex_);
   return reserved_peak_;
+}
+
+driver::Stream FakeTorch::stream_of(Address address) {
+  const RecursiveLock lock(mutex_);
+  return segments_.at(chunks_.at(address).segment).stream;
 }
 
 std::string FakeTorch::differs(CacheMap& cache) {

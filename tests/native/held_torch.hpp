@@ -71,6 +71,8 @@ class FakeTorch {
   Bytes reserved();
   Bytes allocated();
   Bytes reserved_peak();
+  // On which the block at the address is handed out.
+  driver::Stream stream_of(Address address);
   std::size_t storages() const { return storages_; }
   std::uint64_t misses() const { return misses_; }
   // Empty, or how the cache map differs from what is here.

@@ -33,6 +33,8 @@ struct LoraModel {
   std::vector<Bytes> groups = std::vector<Bytes>(kBlocks, kBlock);
   std::map<std::uint64_t, Recipe> recipes{};  // of records; empty: what gelu makes
   bool expandable = false;                    // torch's segments
+  // What the last of forward makes, and the program keeps until the next step's is there.
+  Bytes kept = 0;
 
   double plain_us() const {
     const auto last = std::find_if(events.rbegin(), events.rend(),

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -400,6 +401,7 @@ class LoraReplay {
         events_(model.events),
         sizes_(block_bytes(model.events)),
         recipes_(model.recipes),
+        kept_bytes_(model.kept),
         plain_us_(model.plain_us()),
         weights_(tensors_, stream_, model, rest...) {
     if constexpr (requires { tensors_.rig.torch; }) {
@@ -416,6 +418,9 @@ class LoraReplay {
   }
   ~LoraReplay() {
     drop_rest();
+    if (kept_.has_value()) {
+      tensors_.drop(*kept_);
+    }
     tensors_.drop(others_);
   }
   LoraReplay(const LoraReplay&) = delete;
@@ -439,7 +444,9 @@ class LoraReplay {
     rig_.runtime->clear_budget();
     drop_rest();
     stagehand_sim_drain();
-    tensors_.rig.torch.release_cached();
+    if constexpr (requires { tensors_.rig.torch; }) {
+      tensors_.rig.torch.release_cached();
+    }
   }
 
   // What a step takes, of so many after the first ones, where nothing waits for a step but the one
@@ -502,7 +509,17 @@ class LoraReplay {
   }
 
   void play_step() {
-    replay(events_, stream_, [this](const Event& event) { play(event); });
+    bool forward = kept_bytes_ > 0;
+    replay(events_, stream_, [&](const Event& event) {
+      if (event.kind == 'u' && std::exchange(forward, false)) {
+        const typename Tensors::Made made = tensors_.make(kept_bytes_, stream_);
+        if (kept_.has_value()) {
+          tensors_.drop(*kept_);
+        }
+        kept_ = made;
+      }
+      play(event);
+    });
     weights_.ended();
     if constexpr (requires { weights_.optimize(); }) {
       weights_.optimize();
@@ -658,6 +675,8 @@ class LoraReplay {
   std::vector<Event> events_;
   std::map<std::uint64_t, Bytes> sizes_;  // of blocks
   std::map<std::uint64_t, LoraModel::Recipe> recipes_;
+  Bytes kept_bytes_;
+  std::optional<typename Tensors::Made> kept_{};
   double plain_us_;
   driver::Stream stream_ = rig_.stream();
   BlockWeights weights_;

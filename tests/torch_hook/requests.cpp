@@ -40,16 +40,33 @@ void nothing(void*) {}
 int g_asked = 0;
 void asked() { ++g_asked; }
 
+// Requests of 700 bytes are placed apart.
+const auto kApart = reinterpret_cast<cudaStream_t>(std::uintptr_t{32});
+c10::cuda::CUDAStream used_on() {
+  return c10::cuda::CUDAStream(c10::cuda::CUDAStream::UNCHECKED,
+                               c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, 0), 5));
+}
+std::optional<hook::Apart> place(std::size_t bytes) {
+  return bytes == 700 ? std::optional(hook::Apart{kApart, used_on()}) : std::nullopt;
+}
+constexpr hook::Tells kTells{&asked, &place};
+
 struct Torchs final : caching::CUDAAllocator {
   hook::Asked seen;
   bool full = false;
+  bool full_apart = false;
   int freed = 0;
+  const void* told_of = nullptr;
+  c10::StreamId told_stream = 0;
   Pool emptied{0, 0};
 
   void* give() {
     seen = hook::t_asked;
     if (full) {
-      throw std::runtime_error("out of memory");
+      throw std::runtime_error("broken");
+    }
+    if (full_apart && seen.stream == kApart) {
+      throw c10::OutOfMemoryError({__func__, __FILE__, 0}, "out of memory");
     }
     return this;
   }
@@ -63,7 +80,10 @@ struct Torchs final : caching::CUDAAllocator {
   void copy_data(void*, const void*, std::size_t) const override {}
   bool initialized() override { return true; }
   void emptyCache(Pool pool) override { emptied = pool; }
-  void recordStream(const c10::DataPtr&, c10::cuda::CUDAStream) override {}
+  void recordStream(const c10::DataPtr& memory, c10::cuda::CUDAStream stream) override {
+    told_of = memory.get();
+    told_stream = stream.id();
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(Device) override { return {}; }
   void resetAccumulatedStats(Device) override {}
   void resetPeakStats(Device) override {}
@@ -107,7 +127,7 @@ struct Torchs final : caching::CUDAAllocator {
 int main() {
   auto& torchs = *new Torchs;
   caching::allocator.store(&torchs);
-  hook::tell_requests(&asked);
+  hook::tell_requests(kTells);
   expect(caching::get() != &torchs, "nothing is in front of torch's allocator");
 
   const auto stream = reinterpret_cast<cudaStream_t>(std::uintptr_t{16});
@@ -132,6 +152,29 @@ int main() {
   }
   expect(torchs.seen.bytes == 400 && hook::t_asked.bytes == 0, "a request outlived its exception");
 
+  torchs.full = false;
+  expect(torchs.told_of == nullptr, "a block is told of another stream");
+  {
+    const c10::DataPtr apart = caching::get()->allocate(700);
+    expect(apart.get() == &torchs && apart.get_deleter() == torchs.raw_deleter() &&
+               apart.get_context() == &torchs,
+           "what is placed apart is not as torch's own");
+  }
+  expect(torchs.seen.bytes == 700 && torchs.seen.stream == kApart, "it is not placed apart");
+  expect(torchs.told_of == &torchs && torchs.told_stream == 5,
+         "torch is not told who uses what is placed apart");
+  torchs.told_of = nullptr;
+  expect(caching::raw_alloc(700) == &torchs && torchs.told_of == &torchs,
+         "raw_alloc does not place apart");
+  torchs.full_apart = true;
+  expect(caching::get()->allocate(700).get() == &torchs && !torchs.seen.names_stream,
+         "what has no place apart is not served as any");
+  {
+    const hook::Request engines({.bytes = 100});
+    caching::raw_alloc(700);
+  }
+  expect(torchs.seen.bytes == 700 && !torchs.seen.names_stream, "the engine's own is placed apart");
+
   caching::raw_delete(nullptr);
   caching::emptyCache({1, 2});
   std::size_t largest = 0;
@@ -145,7 +188,7 @@ int main() {
   hook::tell_no_more();
   expect(caching::get() == &torchs, "torch's allocator is not back in its place");
   hook::tell_no_more();
-  hook::tell_requests(&asked);
+  hook::tell_requests(kTells);
   caching::allocator.store(&torchs);  // somebody else's
   hook::tell_no_more();
   expect(caching::get() == &torchs, "somebody else's allocator was taken away");
