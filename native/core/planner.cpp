@@ -108,8 +108,8 @@ std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, b
         break;  // it takes the host too long
       }
       std::vector<Fate> found = Search(grid, items, idle, cheap).run();
-      const double ns = cost(step, forecast(step, found), before, !items.empty());
-      all.push_back({std::move(found), ns});
+      const Forecast told = forecast(step, found);
+      all.push_back({std::move(found), cost(step, told, before, !items.empty()), told});
     }
   }
   std::stable_sort(all.begin(), all.end(),

@@ -111,6 +111,7 @@ Forecast forecast(const KnownStep& step, std::span<const Fate> fates);
 struct Proposal {
   std::vector<Fate> fates;
   double ns = 0;
+  Forecast told{};
 };
 // What is gained below that is not to be told from noise.
 double noise(const KnownStep& step);

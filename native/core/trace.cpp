@@ -398,7 +398,7 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   // Of a record that leaves and comes back, for driver calls alone (a video transformer's 87 took
   // 3.7 ms of each step).
   constexpr double kHostNs = 40'000;
-  if (trials.prefers() || timed < kTimedAtLeast || timed + 1 >= kTimed) {
+  if (trials.prefers()) {
     return false;
   }
   RunPlan least(moving_least(step), best->drops_late);
@@ -439,7 +439,7 @@ void Trace::try_another() {
   Forecast of_other = of_best;
   if (!found.empty() && found.front().ns < takes(of_best)) {
     other_way.fates = found.front().fates;
-    of_other = forecast(step, other_way.fates);
+    of_other = found.front().told;
   }
   const bool last = timed + 1 >= kTimed;
   const bool turns =
@@ -448,7 +448,8 @@ void Trace::try_another() {
   const double told = takes(of_other);
   const bool wastes =
       costly && of_other.dropped > 0 && spent > told + std::max(noise(step), kUnexplained * told);
-  const bool may = timed >= kTimedAtLeast && !last && turns && wastes;
+  const bool enough = timed >= kTimedAtLeast && !last;  // steps, and not too many
+  const bool may = enough && turns && wastes;
   const auto untried = [&](const Proposal& one) {
     return !trials.tried(RunPlan(one.fates, chosen.drops_late), records);
   };
@@ -473,7 +474,7 @@ void Trace::try_another() {
     if (may) {
       chosen = std::move(other_way);
     } else {
-      prefers = moves_least(step, of_best, &chosen);
+      prefers = enough && moves_least(step, of_best, &chosen);
       timed = !prefers && (trials.sure_of_best() || last) ? kTimed : timed;
     }
   }

@@ -253,7 +253,7 @@ void tell_asks() noexcept {
   }
 }
 
-// In a capture its pool serves, and a user's stream is the user's.
+// In a capture, or while a MemPool serves, that pool's blocks are meant.
 std::optional<serving::Apart> place(std::size_t bytes) noexcept {
   if (t_quiet || bytes <= stagehand::core::kSmallLimit) {
     return std::nullopt;
@@ -262,7 +262,7 @@ std::optional<serving::Apart> place(std::size_t bytes) noexcept {
     const c10::DeviceIndex device = c10::cuda::current_device();
     const std::uint64_t sizes =
         std::atomic_ref(g_listener.survivor_sizes[device]).load(std::memory_order_relaxed);
-    if ((sizes & stagehand::core::size_bit(bytes)) == 0 || capturing()) {
+    if ((sizes & stagehand::core::size_bit(bytes)) == 0 || serving::routed(device) || capturing()) {
       return std::nullopt;
     }
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
