@@ -388,10 +388,10 @@ void Trace::choose() {
   }
 }
 
-// Once, whether what moves least is worth a trial, for hardly more time of the GPU: where it saves
-// the host a good deal, since what copies take of that no forecast knows, or where the best spends
-// far more than is forecast, as holes make it, and this needs far fewer bytes. `before`: of the
-// best.
+// Once, whether what moves least is worth a trial, for hardly more time of the GPU than is forecast
+// for the best, or for less than that spends: where it saves the host a good deal, since what
+// copies take of that no forecast knows, or where the best spends far more than is forecast, as
+// holes make it, and this needs far fewer bytes. `before`: of the best.
 bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* best) {
   constexpr double kHardly = 1.0 / 32;  // of a step
   constexpr double kSaved = 1.0 / 100;
@@ -407,8 +407,9 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
   const bool worth =
       saved_ns > kSaved * step_ns || (far_from_free() && of.bytes < before.bytes / 4 * 3);
-  if (!worth || takes(of) - takes(before) > kHardly * step_ns ||
-      trials.tried(least, step.records)) {
+  const double most = std::max(takes(before) + kHardly * step_ns,
+                               static_cast<double>(trials.best_spent_ns()) - noise(step));
+  if (!worth || takes(of) > most || trials.tried(least, step.records)) {
     return false;
   }
   *best = std::move(least);
