@@ -185,6 +185,28 @@ TEST(
   steps.end();
 }
 
+TEST("torch's cache: what is saved for a backward that comes in a later step is no survivor") {
+  Steps steps;
+  HeldRig& rig = steps.rig;
+  const driver::Stream s = rig.stream();
+  std::vector<SavedTensor> before;
+  for (int i = 0; i < 6; ++i) {
+    rig.budget(Steps::kHigh, Steps::kHigh - 16_MiB);
+    std::vector<SavedTensor> saved = rig.retain_many(40, kHeldBlock, s);
+    const HeldTensor fresh = rig.make(Steps::kKept, s);
+    CHECK_EQ(rig.torch.stream_of(fresh.address()), s);
+    const SavedTensor of_fresh = rig.save(fresh);
+    steps.drop_kept();
+    steps.kept = fresh;
+    rig.back_all(saved, s);
+    rig.back_all(before, s);
+    before.push_back(of_fresh);
+    rig.runtime->clear_budget();
+  }
+  rig.back_all(before, s);
+  steps.end();
+}
+
 TEST("torch's cache: what is kept since it was made in backward, as gradients, is no survivor") {
   Steps steps;
   HeldRig& rig = steps.rig;
