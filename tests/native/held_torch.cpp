@@ -101,7 +101,8 @@ Storage* FakeTorch::make(Bytes bytes, driver::Stream stream, bool quiet) {
     if ((Runtime::awaits().load() & 1) != 0) {
       runtime_.asks();
     }
-    if (bytes > kSmallSize && (TorchStore::survivor_sizes()[0] & size_bit(bytes)) != 0) {
+    const std::uint64_t sizes = std::atomic_ref(TorchStore::survivor_sizes()[0]).load();
+    if (bytes > kSmallSize && (sizes & size_bit(bytes)) != 0) {
       from = cache_.place(bytes, stream);
     }
   }
