@@ -62,6 +62,7 @@ class WorkloadWorker(worker.Worker):
         self._others = [self._start(rank) for rank in range(1, settings.ranks) if not settings.rank]
         atexit.register(self._end_others)
         self._last: str | None = None  # the mode of the last step
+        self._loss: torch.Tensor | None = None  # the last step's
         self._work: workload_models.Workload | None = None
         self._ours: Any = None  # what the modes with a pool add to the model
 
@@ -292,7 +293,7 @@ class WorkloadWorker(worker.Worker):
 
     def _again(self) -> None:
         """The model anew, from the seed."""
-        self._work = None
+        self._work = self._loss = None
         gc.collect()
         torch.manual_seed(SEED)
         settings = self.settings
@@ -309,6 +310,7 @@ class WorkloadWorker(worker.Worker):
             add = self._workload.ours if mode in self.pools else None
             self._ours = None if add is None else add()
             self._training.zero_grad()
+            self._loss = None
             gc.collect()
             self.empty_cache()
             self._last = mode
@@ -320,8 +322,10 @@ class WorkloadWorker(worker.Worker):
         self._synchronize()
 
     def _run(self, mode: str, number: int, phase: workload_models.Phase) -> torch.Tensor:
+        """The step's loss, which is kept until the next step's is there, as most programs do."""
         self._workload.zero_grad()
-        return self._workload.step(number, lambda: self._around(mode), phase)
+        self._loss = self._workload.step(number, lambda: self._around(mode), phase)
+        return self._loss
 
     def _around(self, mode: str) -> AbstractContextManager[Any]:
         if mode == "plain":
