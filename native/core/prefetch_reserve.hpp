@@ -55,7 +55,7 @@ class PrefetchReserve {
   }
 
  private:
-  static constexpr unsigned kMostPatience = 16;
+  static constexpr unsigned kMostPatience = 64;
   static constexpr Bytes kMostShare = 2;  // of `low`
   static constexpr unsigned kQuiet = 3;   // steps: what comes early after more is another reason
   static constexpr unsigned kLong = 8;    // times as many without any: it is forgotten faster again

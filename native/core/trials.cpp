@@ -8,6 +8,7 @@ namespace stagehand::core {
 namespace {
 constexpr std::uint64_t kNoise = 128;  // a step that is longer by less than one part is as long
 constexpr std::uint64_t kWorse = 4;    // not worth another step: longer by one part
+constexpr std::uint64_t kAgree = 32;   // two steps took as long: they differ by less than one part
 constexpr std::uint64_t kFar = 8;      // differs too much to count: by one part
 constexpr int kSettled = 2;            // steps, of which the first pays for the change
 constexpr int kLongest = 6;
@@ -35,7 +36,16 @@ void Trials::begin(RunPlan plan, std::uint32_t id) {
   last_ns_ = 0;
 }
 
-// A plan has its time as long as it gains by what its own steps teach.
+// Whether the two that took the least took as long.
+bool Trials::Tried::agrees() const {
+  std::vector<Took> sorted = newest;
+  std::sort(sorted.begin(), sorted.end());
+  return sorted.size() > 1 && sorted[1].ns - sorted[0].ns <= sorted[0].ns / kAgree;
+}
+
+// A plan has its time as long as it gains by what its own steps teach. One that is preferred has it
+// until two steps agree: it is the last that is tried, so nothing makes good what one bad step
+// says.
 bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns) {
   if (++steps_ < kSettled) {
     return false;
@@ -59,7 +69,8 @@ bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns)
   }
   last_ = plan;
   const bool gains = before == 0 || ns + before / kNoise < before;
-  return first || !gains || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
+  const bool enough = !gains && (!now.preferred || now.agrees());
+  return first || enough || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
 }
 
 bool Trials::tried(const RunPlan& plan, std::span<const KnownRecord> records) const {

@@ -100,6 +100,7 @@ class Trials {
     bool preferred = false;
 
     Took takes() const;
+    bool agrees() const;
   };
   const Tried* fastest() const;
 

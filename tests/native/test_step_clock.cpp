@@ -281,7 +281,9 @@ Trace settled_where_copies_hold_up(std::uint64_t moment_ns) {
 }
 
 TEST("what moves least is tried once, and kept where copies hold up what computes beside them") {
-  CHECK(!copies_something(settled_where_copies_hold_up(100'000)));
+  const Trace least = settled_where_copies_hold_up(100'000);
+  CHECK(!copies_something(least));
+  CHECK(least.plan().drops_late);
   CHECK(copies_something(settled_where_copies_hold_up(0)));
 }
 
