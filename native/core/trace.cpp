@@ -391,8 +391,10 @@ void Trace::choose() {
 // Once, whether what moves least is worth a trial, for hardly more time of the GPU than is forecast
 // for the best, or for less than that spends: where it saves the host a good deal, since what
 // copies take of that no forecast knows, or where the best spends far more than is forecast, as
-// holes make it, and this needs far fewer bytes. It drops late: of all plans it drops the most, so
-// what would fill each place at once breaks up the most. `before`: of the best.
+// holes make it, and this needs far fewer bytes. Where the best spends much in torch's cache it
+// drops late: of all plans it drops the most, so what fills each place at once breaks up the most.
+// Elsewhere as the best does: a place that is needed later is a miss, which takes the host's time.
+// `before`: of the best.
 bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* best) {
   constexpr double kHardly = 1.0 / 32;  // of a step
   constexpr double kSaved = 1.0 / 100;
@@ -402,12 +404,13 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   if (trials.prefers()) {
     return false;
   }
-  RunPlan least(moving_least(step), true);
+  RunPlan least(moving_least(step), best->drops_late);
   const Forecast of = forecast(step, least.fates);
   const auto step_ns = static_cast<double>(step.at_ns.back());
   const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
   const bool worth =
       saved_ns > kSaved * step_ns || (far_from_free() && of.bytes < before.bytes / 4 * 3);
+  least.drops_late |= far_from_free() && is_not_moved();
   const double most = std::max(takes(before) + kHardly * step_ns,
                                static_cast<double>(trials.best_spent_ns()) - noise(step));
   if (!worth || takes(of) > most || trials.tried(least, step.records)) {

@@ -211,6 +211,8 @@ struct Trace {
   KnownStep known(std::vector<KnownRecord>* records) const;
   std::vector<Fate> fates() const;
   RunPlan plan() const { return RunPlan(fates(), drops_late); }
+  // Whether it was in torch's cache: only there requests are told.
+  bool is_not_moved() const { return largest_request > 0; }
   std::uint64_t time_to_make(const Entry& entry) const;
   // Sets what it takes to run each record's call again, up to where that is saved.
   void time_reruns(std::vector<KnownRecord>* records) const;
