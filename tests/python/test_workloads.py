@@ -8,9 +8,11 @@ import pathlib
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))  # last: its models.py is not the tests' own
@@ -23,6 +25,7 @@ from foreign import compiled  # noqa: E402
 from measures import Budget, Link  # noqa: E402
 from workload_cases import CASES, FREE, OURS, SHARES, Bar, Case  # noqa: E402
 from workload_run import CaseRun, Measured  # noqa: E402
+from workload_worker import Settings, WorkloadWorker  # noqa: E402
 
 LINK = Link(d2h=50e9, h2d=25e9)
 FIRST_MS = {"first": 117.0, "later": 90.0, "cold": 100.0}
@@ -74,6 +77,22 @@ def test_a_pause_of_the_host_in_one_round_of_three_changes_no_ratio() -> None:
         if row.claim == "gpt, 75 %, process allocator: step time / plain torch"
     )
     assert row.value == pytest.approx(1.02)
+
+
+def test_a_steps_loss_is_kept_until_the_next_ones_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # in this process: for all tests
+    case = CASES["unet"]
+    worker = WorkloadWorker(Settings(False, case.model, case.tiny, simulated=True))
+    worker.build()
+    kept = weakref.ref(worker._run("plain", 0, lambda _: None))
+    assert kept() is not None
+    worker._lead("plain", 1, 1)
+    assert kept() is None
+    kept = weakref.ref(worker._run("plain", 2, lambda _: None))
+    worker._enter("checkpoint")
+    assert kept() is None
 
 
 def test_the_bound_is_of_what_does_not_fit() -> None:
