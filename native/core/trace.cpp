@@ -408,9 +408,10 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   const Forecast of = forecast(step, least.fates);
   const auto step_ns = static_cast<double>(step.at_ns.back());
   const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
+  const bool spends_much = far_from_free();
   const bool worth =
-      saved_ns > kSaved * step_ns || (far_from_free() && of.bytes < before.bytes / 4 * 3);
-  least.drops_late |= far_from_free() && is_not_moved();
+      saved_ns > kSaved * step_ns || (spends_much && of.bytes < before.bytes / 4 * 3);
+  least.drops_late |= spends_much && is_not_moved();
   const double most = std::max(takes(before) + kHardly * step_ns,
                                static_cast<double>(trials.best_spent_ns()) - noise(step));
   if (!worth || takes(of) > most || trials.tried(least, step.records)) {

@@ -16,17 +16,26 @@ constexpr std::size_t kNewest = 4;  // steps count
 constexpr Bytes kAlike = 16;        // plans differ where one part of what leaves does
 }  // namespace
 
+std::pair<Trials::Took, Trials::Took> Trials::Tried::least_two() const {
+  if (newest.empty()) {
+    constexpr Took kNone{~std::uint64_t{0}, 0};
+    return {kNone, kNone};
+  }
+  std::vector<Took> sorted = newest;
+  std::sort(sorted.begin(), sorted.end());
+  return {sorted.front(), sorted[std::min<std::size_t>(1, sorted.size() - 1)]};
+}
+
 // What two steps did: one alone may have been lucky. A pause of the host's passes for computing, so
 // the one with less of that says what both spent.
 Trials::Took Trials::Tried::takes() const {
-  std::vector<Took> sorted = newest;
-  std::sort(sorted.begin(), sorted.end());
-  if (sorted.empty()) {
-    return {~std::uint64_t{0}, 0};
-  }
-  const Took& one = sorted.front();
-  const Took& two = sorted[std::min<std::size_t>(1, sorted.size() - 1)];
+  const auto [one, two] = least_two();
   return {two.ns, std::max(one.spent_ns, two.spent_ns)};
+}
+
+bool Trials::Tried::agrees() const {
+  const auto [one, two] = least_two();
+  return two.ns - one.ns <= one.ns / kAgree;
 }
 
 void Trials::begin(RunPlan plan, std::uint32_t id) {
@@ -39,13 +48,6 @@ void Trials::begin(RunPlan plan, std::uint32_t id) {
   }
   steps_ = 0;
   last_ns_ = 0;
-}
-
-// Whether the two that took the least took as long.
-bool Trials::Tried::agrees() const {
-  std::vector<Took> sorted = newest;
-  std::sort(sorted.begin(), sorted.end());
-  return sorted.size() > 1 && sorted[1].ns - sorted[0].ns <= sorted[0].ns / kAgree;
 }
 
 // A plan has its time as long as it gains by what its own steps teach. One that is preferred has it

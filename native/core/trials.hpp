@@ -100,7 +100,8 @@ class Trials {
     bool preferred = false;
 
     Took takes() const;
-    bool agrees() const;
+    bool agrees() const;                      // the two steps that took the least
+    std::pair<Took, Took> least_two() const;  // of one step both are that
   };
   const Tried* fastest() const;
 
