@@ -18,10 +18,10 @@ import dataclasses
 import json
 import os
 import pathlib
+import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -93,7 +93,7 @@ def pytest(*arguments: str) -> list[str]:
 
 
 class ForkServer:
-    """One process that a thread's tests are forked of, one after the other."""
+    """One process that tests are forked of, one after the other."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -118,25 +118,28 @@ class ForkServer:
 
 
 class ForkServers:
-    """Of each thread that asks, its own."""
+    """As many as run at once. They import torch together, while tests are collected."""
 
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-        self._all: list[ForkServer] = []
-
-    def mine(self) -> ForkServer:
-        if not hasattr(self._of_thread, "server"):
-            self._of_thread.server = ForkServer()
-            self._all.append(self._of_thread.server)
-        server: ForkServer = self._of_thread.server
-        return server
+    def __init__(self, count: int) -> None:
+        self._all = [ForkServer() for _ in range(count)]
+        self._free: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
 
     def __enter__(self) -> ForkServers:
+        for server in self._all:
+            self._free.put(server)
         return self
 
     def __exit__(self, *_: object) -> None:
         for server in self._all:
             server.end()
+
+    def run(self, arguments: list[str], env: dict[str, str], output: pathlib.Path) -> int:
+        """pytest with these arguments, in a fork of one that runs nothing else; its exit code."""
+        server = self._free.get()
+        try:
+            return server.run(arguments, env, output)
+        finally:
+            self._free.put(server)
 
 
 def collect(expression: str | None) -> list[str]:
@@ -162,7 +165,7 @@ def run_one(test: str, servers: ForkServers, shared: str, gpu: int | None = None
         report = pathlib.Path(folder) / "report.xml"
         said = pathlib.Path(folder) / "output.txt"
         arguments = pytest(f"--junitxml={report}", test)
-        code = servers.mine().run(arguments, environment(shared, gpu), said)
+        code = servers.run(arguments, environment(shared, gpu), said)
         outcome = read_outcome(report) if code == 0 else "failed"
         figures = read_figures(report)
         output = said.read_text(encoding="utf-8", errors="replace")
@@ -204,7 +207,9 @@ def show(outcome: Outcome) -> None:
         print(outcome.output.strip(), flush=True)
 
 
-def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome]:
+def run_all(
+    tests: list[str], jobs: int, servers: ForkServers, shared: str, gpus: int
+) -> list[Outcome]:
     alone = [test for test in reversed(tests) if file_of(test).startswith("test_alone_")]
     on_all = [test for test in tests if file_of(test).startswith("test_devices")]
     others = [test for test in tests if test not in alone and test not in on_all]
@@ -216,11 +221,7 @@ def run_all(tests: list[str], jobs: int, shared: str, gpus: int) -> list[Outcome
             outcomes.append(done.result())
             show(outcomes[-1])
 
-    with (
-        ForkServers() as servers,
-        ThreadPoolExecutor(jobs) as threads,
-        ThreadPoolExecutor(1) as one,
-    ):
+    with ThreadPoolExecutor(jobs) as threads, ThreadPoolExecutor(1) as one:
 
         def start_alone() -> list[Future[Outcome]]:
             return [one.submit(run_one, test, servers, shared, last) for test in alone]
@@ -272,8 +273,9 @@ def main(argv: list[str] | None = None) -> int:
     jobs = options.jobs or default_jobs(gib)
     sources = source_hash(ROOT)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as shared:
-        outcomes = run_all(collect(options.expression), jobs, shared, place["devices"])
+    with tempfile.TemporaryDirectory() as shared, ForkServers(jobs + 1) as servers:
+        tests = collect(options.expression)
+        outcomes = run_all(tests, jobs, servers, shared, place["devices"])
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for outcome in outcomes:
         counts[outcome.outcome] += 1
