@@ -170,7 +170,7 @@ void TorchStore::look_at_cache(const CacheMap::Owner& owner, Bytes request, Byte
       sight_.candidates.push_back({Candidate::Kind::wall});
       sight_.blocks.push_back(nullptr);
     }
-    Block* block = stretch.hole ? nullptr : held_.at(stretch.address);
+    Block* block = stretch.hole || !stretch.of_owner ? nullptr : held_.at(stretch.address);
     const bool idle =
         stretch.hole || std::binary_search(departing_.begin(), departing_.end(), stretch.address);
     Candidate candidate{Candidate::Kind::wall};
@@ -387,8 +387,14 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
         continue;
       }
       if (window.found && window.victims > 0) {
-        look = d_.room.helped(entry, evict_window(window, attempt, d_.plan.place(), told, owner),
-                              attempt);
+        const std::uint64_t turn = d_.gate.turn();
+        const std::size_t before = due.storages.size();
+        const Evicted result = evict_window(window, attempt, d_.plan.place(), told, owner);
+        // All have left, and nothing can have come: torch has the hole once the lock is given up.
+        if (due.storages.size() == before + window.victims && d_.gate.turn() == turn) {
+          return;
+        }
+        look = d_.room.helped(entry, result, attempt);
         if (look || weights_leave(true) || aside_leaves()) {
           continue;
         }
