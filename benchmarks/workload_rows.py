@@ -46,12 +46,22 @@ def rows_of(name: str, case: Case, measured: Measured) -> list[Row]:
         rows += mapping_rows(case, measured, key, label)
         if budget != FREE:
             rows.append(Row(f"{label}: bytes over high", over_high(measured, key)))
+    plain = turn_medians(measured, "plain")
+    if min(plain) > 0:
+        claim = f"{name}, plain torch: its slowest turn / its quickest"
+        rows.append(Row(claim, max(plain) / min(plain)))
     if "checkpoint" in measured.turns:
         value = ratio(measured.step_ms(case, "checkpoint"), measured.step_ms(case, "plain"))
         rows.append(Row(f"{name}, checkpoints: step time / plain torch", value))
     for budget in case.same_budget:
         rows += same_budget_rows(name, measured, budget)
     return rows
+
+
+def turn_medians(measured: Measured, key: str) -> list[float]:
+    """The median step of each turn, ms: where plain torch's differ, the machine did not rest."""
+    turns = measured.turns[key].values()
+    return [statistics.median(step["ms"] for step in turn["steps"]) for turn in turns]
 
 
 def label_of(budget: str) -> str:
@@ -144,6 +154,7 @@ def summary_of(case: Case, measured: Measured) -> dict[str, dict[str, Any]]:
             "host_ms": round(
                 statistics.median(turn["steps"][0]["host_ms"] for turn in turns.values()), 2
             ),
+            "turns_ms": [round(ms, 1) for ms in turn_medians(measured, key)],
             "peak_gib": round(peak_of(measured, key) / GIB, 3),
         }
         if key != "plain" and "plain" in measured.turns:

@@ -274,8 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     sources = source_hash(ROOT)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as shared, ForkServers(jobs + 1) as servers:
-        tests = collect(options.expression)
-        outcomes = run_all(tests, jobs, servers, shared, place["devices"])
+        outcomes = run_all(collect(options.expression), jobs, servers, shared, place["devices"])
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for outcome in outcomes:
         counts[outcome.outcome] += 1

@@ -79,6 +79,14 @@ def test_a_pause_of_the_host_in_one_round_of_three_changes_no_ratio() -> None:
     assert row.value == pytest.approx(1.02)
 
 
+def test_how_far_plain_torchs_own_turns_differ_is_told_beside_the_ratios() -> None:
+    of = measured()
+    of.turns["plain"][2] = turn(99, 99, 99)
+    (row,) = (row for row in workload_rows.rows_of("gpt", ALONE, of) if "slowest" in row.claim)
+    assert row.value == pytest.approx(1.1)
+    assert workload_rows.turn_medians(of, "plain") == [90, 90, 99]
+
+
 def test_a_steps_loss_is_kept_until_the_next_ones_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
