@@ -127,7 +127,7 @@ void Departures::no_more_saves(bool for_now) {
 // What would bring memory down to `low`.
 Bytes Departures::over_low() {
   const Bytes over = d_.counters.occupied - std::min(d_.counters.occupied, d_.budget.low);
-  return over - std::min(over, d_.books.victims().clean_bytes());
+  return over == 0 ? 0 : over - std::min(over, d_.books.victims().clean_bytes());
 }
 
 // Nobody knows what will leave in a new step. Once memory is full the link and the pinning thread

@@ -53,7 +53,7 @@ struct FoundRecipe {
 };
 
 struct RecipeSide {
-  static constexpr std::uint32_t kVersion = 5;
+  static constexpr std::uint32_t kVersion = 6;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
 
@@ -73,8 +73,6 @@ struct RecipeSide {
   // A new tensor (PyObject*) of one number: the sum of those bytes on a device as words of 64 bits,
   // by work queued on the current stream. Null with a Python error set.
   void* (*sum)(Address first, Bytes bytes, std::int32_t device_type, std::int32_t device) = nullptr;
-  // Likewise, whether two such sums differ.
-  void* (*sums_differ)(void* one, void* other) = nullptr;
   void (*forget)(void* recipe) = nullptr;
   // A number of the leaf that a tensor is, or is a view of: no other leaf of the process ever has
   // it. 0: it is none that asks for gradients.

@@ -153,6 +153,21 @@ Saved Runtime::tagged(Block* block, Address data, Address first, Address last, M
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer, bool by_recipe) {
   Entry entry(d_.gate);
+  return unpack_in(entry, id, offset, consumer, by_recipe);
+}
+
+std::optional<Unpacked> Runtime::unpack_resident(RecordId id, Bytes offset, driver::Stream consumer,
+                                                 bool by_recipe) {
+  Entry entry(d_.gate);
+  const Record* record = d_.ledger.find(id);
+  if (record == nullptr || record->state != RecordState::device) {
+    return std::nullopt;
+  }
+  return unpack_in(entry, id, offset, consumer, by_recipe);
+}
+
+Unpacked Runtime::unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Stream consumer,
+                            bool by_recipe) {
   if (d_.ledger.find(id) == nullptr) {
     return {Status::stale};
   }

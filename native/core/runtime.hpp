@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -84,6 +85,9 @@ class Runtime {
   // caller is to make the storage's bytes again, give them by `refill`, and ask again. `by_recipe`:
   // it is asked for to make another one again.
   Unpacked unpack(RecordId record, Bytes offset, driver::Stream consumer, bool by_recipe = false);
+  // The same where the record is on the device: then no room has to be made. Else nothing.
+  std::optional<Unpacked> unpack_resident(RecordId record, Bytes offset, driver::Stream consumer,
+                                          bool by_recipe);
   // What makes a dropped record again is queued on `stream` from here on, until `made`: for what it
   // takes.
   void making(RecordId record, driver::Stream stream);
@@ -257,6 +261,8 @@ class Runtime {
   void map_ahead(Entry& entry, RecordId record);
   Saved tagged(Block* block, Address data, Address first, Address last, Made made, Inside inside);
   void fill(Record& record, Block* block, driver::Stream stream);
+  Unpacked unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Stream consumer,
+                     bool by_recipe);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();      // as the books are
   Counters counted_now();  // once they are up to date

@@ -8,7 +8,7 @@
 #include <map>
 
 #include "entry/gil.hpp"
-#include "entry/hooks.hpp"
+#include "entry/handle_object.hpp"
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/shapes.hpp"
@@ -294,15 +294,19 @@ NB_MODULE(_native, module) {
   bind_shapes(module);
   bind_weights(module);
 
-  nb::class_<Handle>(module, "Handle");
+  HandleObject::bind(module);
   nb::class_<Hooks>(module, "Hooks", nb::type_slots(hooks_slots))
       .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
            "keep"_a = nb::none(), "proof"_a = nb::none())
       .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false)
       .def_static("end_step", &Hooks::end_step)
-      .def("pack", &Hooks::pack, "tensor"_a)
       .def(
-          "unpack", [](Hooks& self, const Handle& handle) { return self.unpack(handle); },
+          "pack",
+          [](Hooks& self, nb::handle tensor) { return HandleObject::make(self.pack(tensor)); },
+          "tensor"_a)
+      .def(
+          "unpack",
+          [](Hooks& self, nb::handle handle) { return self.unpack(HandleObject::checked(handle)); },
           "handle"_a)
       .def("passed_through", &Hooks::passed_through);
   nb::class_<Call>(module, "Call", nb::is_weak_referenceable())

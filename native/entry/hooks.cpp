@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
 
 #include "entry/gil.hpp"
 #include "entry/python_side.hpp"
@@ -369,8 +370,13 @@ core::Unpacked Hooks::find(const Handle& handle, driver::Stream consumer, bool b
     note_usage(device_, handle.runtime->bytes_of(handle.record));
   }
   const PausedCollection paused(in_python);
-  if (in_python || handle.runtime->resident(handle.record)) {
+  if (in_python) {
     return handle.runtime->unpack(handle.record, handle.offset, consumer, by_recipe);
+  }
+  if (const std::optional<core::Unpacked> found =
+          handle.runtime->unpack_resident(handle.record, handle.offset, consumer, by_recipe);
+      found.has_value()) {
+    return *found;
   }
   const GilReleased unlocked;  // making room may wait
   return handle.runtime->unpack(handle.record, handle.offset, consumer, by_recipe);
@@ -389,7 +395,7 @@ void Hooks::prove(const Handle& handle, const core::Unpacked& unpacked, driver::
   if (!differs.is_valid()) {
     throw nb::python_error();
   }
-  tell(differs, unpacked.proof, handle.recipe.op());
+  tell(differs, nb::none(), consumer, unpacked.proof, handle.recipe.op());
 }
 
 nb::object Hooks::sum_of(const Handle& handle, Address first) {
@@ -402,23 +408,17 @@ nb::object Hooks::sum_of(const Handle& handle, Address first) {
   return sum;
 }
 
-// What is there now, against what was saved.
+// What is there now, beside what was saved. All of a step are compared together.
 void Hooks::look_again(const Handle& handle, nb::handle tensor) {
   const auto first = reinterpret_cast<Address>(TorchApi::get().look(tensor.ptr()).data);
-  const nb::object now = sum_of(handle, first);
-  const nb::object differs = now.is_valid()
-                                 ? nb::steal(static_cast<PyObject*>(
-                                       Recipe::side()->sums_differ(handle.sum.ptr(), now.ptr())))
-                                 : nb::object();
-  if (!differs.is_valid()) {
-    PyErr_Clear();
-    return;
+  if (const nb::object now = sum_of(handle, first); now.is_valid()) {
+    tell(handle.sum, now, handle.looked_on, handle.look, handle.recipe.op());
   }
-  tell(differs, handle.look, handle.recipe.op());
 }
 
-void Hooks::tell(const nb::object& differs, const core::Plan::ToProve& what, const char* op) {
-  proof_(differs, device_,
+void Hooks::tell(const nb::object& found, const nb::object& now, driver::Stream stream,
+                 const core::Plan::ToProve& what, const char* op) {
+  proof_(found, now, reinterpret_cast<std::uintptr_t>(stream),
          nb::make_tuple(what.trace, what.index, what.rests_on, what.again, what.other_size), op);
 }
 

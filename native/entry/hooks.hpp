@@ -70,8 +70,9 @@ class Handle {
 class Hooks {
  public:
   // `modified(tensor_or_none, dtype, shape, is_cuda, version, expected)` raises autograd's error
-  // for an in-place change. `proof(differs, device, trace, index, op)` is told of each comparison
-  // of what a recipe made with what was saved: `differs` is a tensor.
+  // for an in-place change. `proof(found, now, stream, what, op)` is told of each comparison by
+  // work on that stream: `found` is a tensor of one bool, whether what a recipe made differs from
+  // what was saved, and `now` None; or they are sums of the bytes, as saved and as there since.
   Hooks(int device, nb::object modified, nb::object keep, nb::object proof);
 
   // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
@@ -102,7 +103,8 @@ class Hooks {
   nb::object make_again(const Handle& handle, driver::Stream consumer);
   static nb::object sum_of(const Handle& handle, core::Address first);
   void look_again(const Handle& handle, nb::handle tensor);
-  void tell(const nb::object& differs, const core::Plan::ToProve& what, const char* op);
+  void tell(const nb::object& found, const nb::object& now, driver::Stream stream,
+            const core::Plan::ToProve& what, const char* op);
   void prove(const Handle& handle, const core::Unpacked& unpacked, driver::Stream consumer);
   nb::object tensor_of(const Handle& handle, const core::Unpacked& unpacked,
                        driver::Stream consumer);

@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "entry/hooks.hpp"
+#include "entry/handle_object.hpp"
 
 namespace stagehand::entry {
 
@@ -32,7 +32,7 @@ Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded, std::uint64_
   if (side_ == nullptr) {
     return recipe;
   }
-  side_->find(tensor.ptr(), nb::type<Handle>().ptr(), &recipe.found_);
+  side_->find(tensor.ptr(), HandleObject::type(), &recipe.found_);
   core::Made& made = recipe.found_.made;
   made.any_size = made.exact && recipe.found_.inputs > 0;
   made.exact &= trusts_;
@@ -40,8 +40,7 @@ Recipe Recipe::of(nb::handle tensor, nb::handle call, bool sharded, std::uint64_
   std::uint32_t layouts = recipe.found_.layout;
   bool apart = sharded && recipe.found_.leaf;
   for (std::uint32_t i = 0; i < recipe.found_.inputs; ++i) {
-    const auto* input =
-        nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(recipe.found_.input[i])));
+    const Handle* input = &HandleObject::in(recipe.found_.input[i]);
     recipe.depth_ = std::max(recipe.depth_, input->recipe ? input->recipe.depth_ + 1 : 1);
     const std::uint32_t layout = mix_input(&made.rests_on, *input);
     made.any_size &= layout == recipe.found_.layout;
@@ -72,7 +71,7 @@ Recipe::~Recipe() {
 
 bool Recipe::ready() const {
   for (std::uint32_t i = 0; i < found_.inputs; ++i) {
-    const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
+    const Handle* input = &HandleObject::in(found_.input[i]);
     const bool dropped = input->runtime != nullptr && input->runtime->dropped(input->record);
     if (dropped && !input->by_node()) {
       return false;
@@ -85,7 +84,7 @@ nb::object Recipe::run(Hooks& hooks, const std::function<void()>& making) const 
   std::array<nb::object, core::FoundRecipe::kInputs> inputs;
   std::array<void*, core::FoundRecipe::kInputs> raw{};
   for (std::uint32_t i = 0; i < found_.inputs; ++i) {
-    const auto* input = nb::inst_ptr<Handle>(nb::handle(static_cast<PyObject*>(found_.input[i])));
+    const Handle* input = &HandleObject::in(found_.input[i]);
     inputs[i] = hooks.unpack(*input, true);
     raw[i] = inputs[i].ptr();
   }

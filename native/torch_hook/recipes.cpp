@@ -503,14 +503,6 @@ void* sum(stagehand::core::Address first, std::uint64_t bytes, std::int32_t devi
   END_HANDLE_TH_ERRORS_RET(nullptr)
 }
 
-void* sums_differ(void* one, void* other) {
-  HANDLE_TH_ERRORS
-  const Unseen unseen;
-  return THPVariable_Wrap(at::ne(THPVariable_Unpack(static_cast<PyObject*>(one)),
-                                 THPVariable_Unpack(static_cast<PyObject*>(other))));
-  END_HANDLE_TH_ERRORS_RET(nullptr)
-}
-
 void* differ(stagehand::core::Address one, stagehand::core::Address other, std::uint64_t bytes,
              std::int32_t device_type, std::int32_t device) {
   HANDLE_TH_ERRORS
@@ -580,7 +572,6 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_recipe_s
     made.view = &view;
     made.differ = &differ;
     made.sum = &sum;
-    made.sums_differ = &sums_differ;
     made.forget = &forget;
     made.leaf = &leaf;
     return made;

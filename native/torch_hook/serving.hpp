@@ -3,9 +3,10 @@
 
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -23,9 +24,12 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 inline core::TorchListener g_listener;
 inline thread_local bool t_quiet = false;  // this thread asks for what may as well be refused
 
-inline bool capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+inline bool capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
 }
+inline bool capturing() { return capturing(c10::cuda::getCurrentCUDAStream()); }
 
 // Whether torch takes a MemPool that serves somebody for a graph capture, as it does until it tells
 // them apart (2.13). A block that is freed meanwhile, and that record_stream named another stream

@@ -63,7 +63,7 @@ Hold hold(void* object, HeldStorage* held, std::int32_t* dtype) {
   if (!torchs_own(storage.data_ptr())) {
     return Hold::foreign;
   }
-  if (capturing()) {
+  if (capturing(c10::cuda::getCurrentCUDAStream(tensor.get_device()))) {
     return Hold::capturing;
   }
   *dtype = static_cast<std::int32_t>(tensor.scalar_type());

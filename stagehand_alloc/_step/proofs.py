@@ -51,8 +51,9 @@ _What = tuple[int, int, int, bool, bool]  # the engine's words; [3]: it was prov
 
 
 class _Proof(NamedTuple):
-    differs: Any  # a tensor of one bool, on `stream`
-    stream: Any
+    found: Any  # a tensor of one bool: they differ. Or the sum of the bytes that were saved,
+    now: Any  # and that of what is there since; None beside a bool
+    stream: int  # CUDA's handle of the stream that they are made on
     what: _What
     op: str
 
@@ -72,13 +73,9 @@ class Proofs:
         self._read: tuple[Any, Any, list[_Proof]] | None = None
         self._told: set[tuple[str, bool]] = set()
 
-    def add(self, differs: Any, device: int, what: _What, op: str) -> None:
-        """One comparison was queued on the current stream: ``differs`` is a tensor of one bool."""
-        import torch
-
-        cuda: Any = torch.cuda
-        stream = cuda.current_stream(device) if differs.is_cuda else None
-        self._new.append(_Proof(differs, stream, what, op))
+    def add(self, *proof: Any) -> None:
+        """One comparison was queued: the fields of a `_Proof`."""
+        self._new.append(_Proof(*proof))
         if len(self._new) >= _MANY:
             self.collect()
 
@@ -99,17 +96,22 @@ class Proofs:
         if not self._new:
             return
         asked, self._new = self._new, []
-        if not asked[0].differs.is_cuda:
-            self._read = (None, torch.stack([proof.differs for proof in asked]), asked)
+        asked.sort(key=lambda proof: proof.now is not None)
+        if not asked[0].found.is_cuda:
+            self._read = (None, _differ(asked), asked)
             return
         cuda: Any = torch.cuda
         with cuda.device(device):
             here = cuda.current_stream()
-            for stream in {proof.stream for proof in asked} - {here}:
-                here.wait_stream(stream)
+            for stream in {proof.stream for proof in asked} - {here.cuda_stream}:
+                # A handle of 0 would give a new stream.
+                here.wait_stream(cuda.ExternalStream(stream) if stream else cuda.default_stream())
             for proof in asked:
-                proof.differs.record_stream(here)
-            flags = torch.stack([proof.differs for proof in asked])
+                if proof.stream != here.cuda_stream:
+                    for tensor in (proof.found, proof.now):
+                        if tensor is not None:
+                            tensor.record_stream(here)
+            flags = _differ(asked)
             host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
             host.copy_(flags, non_blocking=True)
             event = cuda.Event()
@@ -133,6 +135,19 @@ class Proofs:
                 f"stagehand_alloc: some output of {op} did not come back bit by bit when it was "
                 "made again. Such tensors are moved to the host instead; results are right."
             )
+
+
+def _differ(asked: list[_Proof]) -> Any:
+    """A bool for each, of which those of sums come last."""
+    import torch
+
+    flags = [proof.found for proof in asked if proof.now is None]
+    before = [proof.found for proof in asked if proof.now is not None]
+    now = [proof.now for proof in asked if proof.now is not None]
+    parts = [torch.stack(flags)] if flags else []
+    if now:
+        parts.append(torch.stack(before) != torch.stack(now))
+    return torch.cat(parts)
 
 
 def sharded() -> bool:

@@ -1,5 +1,7 @@
-"""Runs pytest in forks of a process that has imported torch already: importing it takes longer than
-most tests.
+"""Runs pytest in forks of a process that has imported torch already, and the modules it is given
+where they are installed: importing takes longer than most tests.
+
+    python fork_server.py [MODULE ...]
 
 One line in, {"arguments": [...], "environment": {...}, "output": path}; one line out, the exit code
 of a process that ended as any Python does, its interpreter shut down. Negative: ended by a signal.
@@ -7,7 +9,9 @@ of a process that ended as any Python does, its interpreter shut down. Negative:
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -40,10 +44,23 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def main() -> int:
-    assert not torch.cuda.is_initialized()  # a fork could not use it
+def forks_have_cuda() -> bool:
+    """Not once this process has asked CUDA for anything; torch.cuda.is_available does."""
+    child = os.fork()
+    if child == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    _, status = os.waitpid(child, 0)
+    return status == 0
+
+
+def main(modules: list[str]) -> int:
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    if not forks_have_cuda():
+        raise SystemExit(f"No test can use CUDA: importing torch or one of {modules} asked for it.")
     gc.collect()
-    gc.freeze()  # torch's half a million objects: no collection in a fork need walk them
+    gc.freeze()  # half a million objects: no collection in a fork need walk them
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()
@@ -55,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import queue
@@ -33,6 +34,14 @@ ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 MOST_JOBS = 16
 GIB_OF_EACH = 10  # of the device's memory
+# What tests import beside torch, some without saying so. None of it starts CUDA.
+MODULES = (
+    "torch._dynamo",  # by every optimizer
+    "stagehand_alloc",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "timm",
+)
 SHARED = "STAGEHAND_GPU_TESTS_SHARED"  # a folder for what several tests of one run need
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -79,6 +88,7 @@ def environment(shared: str = "", gpu: int | None = None) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "OMP_NUM_THREADS": "2",  # several tests run at once: each takes its share of the cores
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none is needed, and each test would import them
         SHARED: shared,
     }
 
@@ -89,15 +99,17 @@ def nth_gpu(visible: str | None, gpu: int) -> str:
 
 def pytest(*arguments: str) -> list[str]:
     # -s: what a crashed process has said is not lost with it.
-    return ["-p", "no:cacheprovider", "-q", "-s", *arguments]
+    # -W: pyproject.toml has a setting of a plugin that is not loaded.
+    ignored = "ignore::pytest.PytestConfigWarning"
+    return ["-p", "no:cacheprovider", "-q", "-s", "-W", ignored, *arguments]
 
 
 class ForkServer:
     """One process that tests are forked of, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")],
+            [sys.executable, str(HERE / "fork_server.py"), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -118,10 +130,10 @@ class ForkServer:
 
 
 class ForkServers:
-    """As many as run at once. They import torch together, while tests are collected."""
+    """As many as run at once. They import together, while tests are collected."""
 
-    def __init__(self, count: int) -> None:
-        self._all = [ForkServer() for _ in range(count)]
+    def __init__(self, count: int, *modules: str) -> None:
+        self._all = [ForkServer(*modules) for _ in range(count)]
         self._free: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
 
     def __enter__(self) -> ForkServers:
@@ -207,12 +219,26 @@ def show(outcome: Outcome) -> None:
         print(outcome.output.strip(), flush=True)
 
 
+def longest_first(tests: list[str]) -> list[str]:
+    """By the last record; those it does not name before all others."""
+    if not RECORD.exists():
+        return tests
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["tests"]
+    seconds = {one["test"]: one["seconds"] for one in recorded}
+    return sorted(tests, key=lambda test: -seconds.get(test, math.inf))
+
+
 def run_all(
-    tests: list[str], jobs: int, servers: ForkServers, shared: str, gpus: int
+    tests: list[str],
+    jobs: int,
+    servers: ForkServers,
+    server_of_alone: ForkServers,
+    shared: str,
+    gpus: int,
 ) -> list[Outcome]:
     alone = [test for test in reversed(tests) if file_of(test).startswith("test_alone_")]
     on_all = [test for test in tests if file_of(test).startswith("test_devices")]
-    others = [test for test in tests if test not in alone and test not in on_all]
+    others = longest_first([test for test in tests if test not in alone and test not in on_all])
     first, last = (0, 1) if gpus > 1 else (None, None)
     outcomes = []
 
@@ -224,7 +250,7 @@ def run_all(
     with ThreadPoolExecutor(jobs) as threads, ThreadPoolExecutor(1) as one:
 
         def start_alone() -> list[Future[Outcome]]:
-            return [one.submit(run_one, test, servers, shared, last) for test in alone]
+            return [one.submit(run_one, test, server_of_alone, shared, last) for test in alone]
 
         with subprocess.Popen([sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment()):
             if gpus == 1:  # the first of these need no library
@@ -273,8 +299,13 @@ def main(argv: list[str] | None = None) -> int:
     jobs = options.jobs or default_jobs(gib)
     sources = source_hash(ROOT)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as shared, ForkServers(jobs + 1) as servers:
-        outcomes = run_all(collect(options.expression), jobs, servers, shared, place["devices"])
+    with (
+        tempfile.TemporaryDirectory() as shared,
+        ForkServers(jobs, *MODULES) as servers,
+        ForkServers(1) as server_of_alone,  # those tests need no modules, and begin before others
+    ):
+        collected = collect(options.expression)
+        outcomes = run_all(collected, jobs, servers, server_of_alone, shared, place["devices"])
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for outcome in outcomes:
         counts[outcome.outcome] += 1

@@ -1,14 +1,13 @@
 """Real models on the GPU, inside budgets: the losses and gradients of plain torch, bit by bit.
 
-Plain torch runs with its own allocator in another process, once for all tests of a model; every
-process must end cleanly.
+Plain torch runs with its own allocator in another process, once for all tests of a model; ours in
+the test's own. Every process must end cleanly.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import pathlib
@@ -18,12 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+import trainer
 
-TRAINER = pathlib.Path(__file__).with_name("trainer.py")
 MODELS = ("llama_bf16", "llama_fp32", "lora", "vit", "unet")
 NEEDS = {"llama_bf16": "transformers", "llama_fp32": "transformers", "lora": "peft", "vit": "timm"}
 
-# Models vary fastest, so that no test waits for another's plain run of the same model.
 CASES = (
     *(("allocator", share, model) for share in (0.75, 0.40) for model in MODELS),
     *(("native", 0.40, model) for model in MODELS),
@@ -44,16 +43,11 @@ def case_id(case: tuple[str, float, str]) -> str:
     return f"{mode}-{model}-{share:.0%}"
 
 
-def skip_without(library: str | None) -> None:
-    """The trainer imports it, in a process of its own: that takes seconds, here it need not."""
-    if library is not None and importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-
-
-def train(model: str, out: pathlib.Path, *options: str, **variables: str) -> dict[str, Any]:
-    command = [sys.executable, str(TRAINER), model, str(out), *options]
+def train_in_subprocess(
+    model: str, out: pathlib.Path, *options: str, **variables: str
+) -> dict[str, Any]:
     done = subprocess.run(
-        command,
+        [sys.executable, trainer.__file__, model, str(out), *options],
         capture_output=True,
         text=True,
         timeout=240,
@@ -66,30 +60,45 @@ def train(model: str, out: pathlib.Path, *options: str, **variables: str) -> dic
 
 
 @contextlib.contextmanager
-def locked(path: pathlib.Path) -> Iterator[None]:
+def locked(path: pathlib.Path, how: int) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets go of it
+        fcntl.flock(file, fcntl.LOCK_EX | how)  # closing the file lets go of it
         yield
 
 
-def plain(model: str, shared: pathlib.Path) -> dict[str, Any]:
+def plain(model: str, shared: pathlib.Path, how: int = 0) -> dict[str, Any]:
     """What plain torch finds; trained by whoever asks first."""
     out = shared / f"plain-{model}.json"
-    with locked(shared / f"plain-{model}.lock"):
+    with locked(shared / f"plain-{model}.lock", how):
         if not out.exists():
-            train(model, out)
+            train_in_subprocess(model, out)
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
 
 def both(
-    case: tuple[str, float, str], shared: pathlib.Path, folder: pathlib.Path, *options: str
+    case: tuple[str, float, str],
+    shared: pathlib.Path,
+    folder: pathlib.Path,
+    recompute: bool = False,
+    **variables: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What plain torch finds, and what ours does inside the case's budget."""
+    """What plain torch finds, and what ours does inside the case's budget.
+
+    `variables` are of the environment, and read when a process starts.
+    """
     mode, share, model = case
-    skip_without(NEEDS.get(model))
-    budget = ("--share", str(share), "--mode", mode)
-    return plain(model, shared), train(model, folder / "ours.json", *budget, *options)
+    if model in NEEDS:
+        pytest.importorskip(NEEDS[model])
+    with contextlib.suppress(BlockingIOError):  # another test trains it: ours need not wait
+        plain(model, shared, fcntl.LOCK_NB)
+    # Without run.py other tests may have started CUDA here, and ours would come too late.
+    if variables or torch.cuda.is_initialized():
+        options = ("--share", str(share), "--mode", mode, *["--recompute"] * recompute)
+        ours = train_in_subprocess(model, folder / "ours.json", *options, **variables)
+    else:
+        ours = trainer.train(model, share, mode, recompute)
+    return plain(model, shared), ours
 
 
 def compare(
@@ -155,7 +164,7 @@ def test_what_is_made_again_gives_every_loss_and_gradient_of_plain_torch(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    expected, actual = both(case, shared, tmp_path, "--recompute")
+    expected, actual = both(case, shared, tmp_path, recompute=True)
     for name in ("high", "over_by_step", "evicted_bytes", "drops", "recomputes", "reruns"):
         record_property(name, actual[name])
     compare_bits(actual, expected)
@@ -171,14 +180,9 @@ def test_with_expandable_segments_every_step_stays_inside_the_budget(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    skip_without(NEEDS.get(model))
-    expected = plain(model, shared)
-    actual = train(
-        model,
-        tmp_path / "ours.json",
-        *("--share", "0.4", "--mode", "native"),
-        PYTORCH_ALLOC_CONF="expandable_segments:True",
-    )
+    case = ("native", 0.40, model)
+    segments = "expandable_segments:True"
+    expected, actual = both(case, shared, tmp_path, PYTORCH_ALLOC_CONF=segments)
     compare(actual, expected, record_property)
     assert actual["trigger"] == "loaded"
     assert not any(actual["over_by_step"])
@@ -190,14 +194,7 @@ def test_without_the_trigger_library_every_gradient_equals_plain_torch(
     record_property: Callable[[str, object], None],
     cuda: None,
 ) -> None:
-    skip_without("transformers")
-    model = "llama_bf16"
-    expected = plain(model, shared)
-    actual = train(
-        model,
-        tmp_path / "ours.json",
-        *("--share", "0.6", "--mode", "native"),
-        STAGEHAND_ALLOC_BUILD="0",
-    )
+    case = ("native", 0.60, "llama_bf16")
+    expected, actual = both(case, shared, tmp_path, STAGEHAND_ALLOC_BUILD="0")
     compare(actual, expected, record_property)
     assert actual["trigger"] == "forbidden"

@@ -1,4 +1,4 @@
-"""Trains one workload in its own process and writes what must be equal between processes.
+"""Trains one workload, and says what must be equal between processes.
 
 python trainer.py WORKLOAD OUT.json                plain torch, its native caching allocator
 python trainer.py WORKLOAD OUT.json --share 0.75   through stagehand_alloc, in a budget of 75 %
@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,10 +34,27 @@ SEED = 6
 LEARNING_STEPS = 8  # until recipes are proven and a plan that drops is in use
 
 
-def deterministic() -> None:
-    """Two equal runs are bitwise equal from here on; what cannot be so raises."""
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Two equal runs are bitwise equal; what cannot be so raises."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(
+    name: str, share: float | None = None, mode: str = "allocator", recompute: bool = False
+) -> dict[str, Any]:
+    """As the command line does. Nothing may have started CUDA before."""
+    if share is not None and mode == "allocator":
+        import stagehand_alloc
+
+        torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
+    with deterministic():
+        if share is None:
+            return plain(BY_NAME[name])
+        return budgeted(BY_NAME[name], share, mode, recompute)
 
 
 class Training:
@@ -202,16 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("allocator", "mempool", "native"), default="allocator")
     parser.add_argument("--recompute", action="store_true")
     options = parser.parse_args(argv)
-    workload = BY_NAME[options.workload]
-    if options.share is not None and options.mode == "allocator":
-        import stagehand_alloc
-
-        torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
-    deterministic()
-    if options.share is None:
-        found = plain(workload)
-    else:
-        found = budgeted(workload, options.share, options.mode, options.recompute)
+    found = train(options.workload, options.share, options.mode, options.recompute)
     options.out.write_text(json.dumps(found), encoding="utf-8")
     return 0
 

@@ -238,7 +238,8 @@ def test_the_stub_names_what_the_bindings_define() -> None:
     stub = (ROOT / "stagehand_alloc" / "_native.pyi").read_text()
     bindings = "".join(path.read_text() for path in sources("entry"))
     declared = set(re.findall(r"^(?:def|class) (\w+)", stub, re.MULTILINE))
-    defined = set(re.findall(r'(?:\.def|class_<\w+>)\(\s*(?:module, )?"(\w+)"', bindings))
+    names = r'(?:(?:\.def|class_<\w+>)\(\s*(?:module, )?|module\.attr\()"(\w+)"'
+    defined = set(re.findall(names, bindings))
     assert declared <= defined
 
 

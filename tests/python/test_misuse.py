@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import stagehand_alloc
-from stagehand_alloc import ConfigError, SizeError, StagehandError
+from stagehand_alloc import ConfigError, SizeError, StagehandError, _native
 from stagehand_alloc.__main__ import main
 from stagehand_alloc._books import steps as _steps
 from stagehand_alloc._built import compiler as _recipe
 from stagehand_alloc._built import trigger as _trigger
+from stagehand_alloc._step import hooks as _hooks
+from stagehand_alloc._step.module_names import ModuleWatch
 
 Ask = Callable[[], Any]
 
@@ -243,3 +245,11 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert stagehand_alloc.__version__ in capsys.readouterr().out
+
+
+def test_the_hooks_refuse_what_they_have_not_packed() -> None:
+    hooks = _hooks.make_hooks(0, None, ModuleWatch())
+    with pytest.raises(TypeError, match="no pack has returned"):
+        hooks.unpack(object())
+    with pytest.raises(TypeError, match="cannot create"):
+        _native.Handle()
