@@ -388,20 +388,23 @@ void Trace::choose() {
   }
 }
 
-// Once, whether what moves least is worth a trial, for hardly more time of the GPU than is forecast
-// for the best, or for less than that spends: where it saves the host a good deal, since what
-// copies take of that no forecast knows, or where the best spends far more than is forecast, as
-// holes make it, and this needs far fewer bytes. Where the best spends much in torch's cache it
-// drops late: of all plans it drops the most, so what fills each place at once breaks up the most.
-// Elsewhere as the best does: a place that is needed later is a miss, which takes the host's time.
-// `before`: of the best.
+// Whether what moves least is worth a trial, for hardly more time of the GPU than is forecast for
+// the best, or for less than that spends: where it saves the host a good deal, since what copies
+// take of that no forecast knows, or where the best spends more than is forecast, as holes make it,
+// and this needs far fewer bytes. Where the best spends much in torch's cache it drops late: of all
+// plans it drops the most, so what fills each place at once breaks up the most. Elsewhere as the
+// best does: a place that is needed later is a miss, which takes the host's time. If that is not
+// the best then, the other way round, in torch's cache: places that others of the same size fill at
+// once are not broken up. `before`: of the best.
 bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* best) {
   constexpr double kHardly = 1.0 / 32;  // of a step
   constexpr double kSaved = 1.0 / 100;
   // Of a record that leaves and comes back, for driver calls alone (a video transformer's 87 took
   // 3.7 ms of each step).
   constexpr double kHostNs = 40'000;
-  if (trials.prefers()) {
+  constexpr std::uint64_t kHoles = 64;  // a part of a step that holes take
+  const bool other_way = trials.prefers();
+  if (other_way && (trials.prefers_best() || !is_not_moved())) {
     return false;
   }
   RunPlan least(moving_least(step), best->drops_late);
@@ -409,9 +412,10 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   const auto step_ns = static_cast<double>(step.at_ns.back());
   const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
   const bool spends_much = far_from_free();
+  const bool holes = is_not_moved() && trials.best_spent_ns() > step.at_ns.back() / kHoles;
   const bool worth =
-      saved_ns > kSaved * step_ns || (spends_much && of.bytes < before.bytes / 4 * 3);
-  least.drops_late |= spends_much && is_not_moved();
+      saved_ns > kSaved * step_ns || ((spends_much || holes) && of.bytes < before.bytes / 4 * 3);
+  least.drops_late = (least.drops_late || (spends_much && is_not_moved())) != other_way;
   const double most = std::max(takes(before) + kHardly * step_ns,
                                static_cast<double>(trials.best_spent_ns()) - noise(step));
   if (!worth || takes(of) > most || trials.tried(least, step.records)) {

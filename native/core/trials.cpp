@@ -9,7 +9,7 @@ namespace {
 constexpr std::uint64_t kNoise = 128;  // a step that is longer by less than one part is as long
 constexpr std::uint64_t kWorse = 4;    // not worth another step: longer by one part
 constexpr std::uint64_t kAgree = 32;   // two steps took as long: they differ by less than one part
-constexpr std::uint64_t kFar = 8;      // differs too much to count: by one part
+constexpr std::uint64_t kFar = 32;     // differs too much to count: by more than one part
 constexpr int kSettled = 2;            // steps, of which the first pays for the change
 constexpr int kLongest = 6;
 constexpr std::size_t kNewest = 4;  // steps count

@@ -615,7 +615,7 @@ class LoraReplay {
   void play(const Event& event) {
     switch (event.kind) {
       case 'a':
-        blocks_.emplace(event.a, tensors_.make(event.b, stream_));
+        blocks_.emplace(event.a, tensors_.make(event.b, streams_.of(event, rig_)));
         break;
       case 'f':
         tensors_.drop(blocks_.at(event.a));
@@ -679,6 +679,7 @@ class LoraReplay {
   std::optional<typename Tensors::Made> kept_{};
   double plain_us_;
   driver::Stream stream_ = rig_.stream();
+  TraceStreams streams_{stream_};
   BlockWeights weights_;
   std::vector<Call> calls_;
   std::map<std::uint64_t, std::size_t> call_of_;  // of a record, from 1 on
