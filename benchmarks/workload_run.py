@@ -25,7 +25,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 COMPARED_STEPS = 2
 WARM_STEPS = 3  # after the first inside a pool: they learn, and pin memory
 MOST_STEPS = 8  # of a turn
-UNSETTLED_STEPS = 40  # instead of `settling`: of varying shapes, and of several ranks
+UNSETTLED_STEPS = 40  # instead of `settling`: of varying shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +269,8 @@ class CaseRun:
         later = worker.ask("single", mode=budget, number=0)
         self.measured.first[key] = {"first": first, "later": later, "cold": cold}
         if self.pace.settling and budget != FREE:
-            repeats = not self.case.varying and self.case.ranks == 1
-            most = self.pace.settling if repeats else min(self.pace.settling, UNSETTLED_STEPS)
+            varying = self.case.varying
+            most = min(self.pace.settling, UNSETTLED_STEPS) if varying else self.pace.settling
             self.measured.settling[key] = worker.ask("settle", mode=budget, number=10, most=most)
 
     def _turn(self, key: str, at: int) -> None:

@@ -294,7 +294,7 @@ std::optional<StepToTime> Plan::wants_times(bool others) {
 
 void Plan::timed(const StepToTime& step, const StepTimes& times) {
   if (const auto found = trace_of(step.trace);
-      found != nullptr && found->measured(step, times, rates_, serial_)) {
+      found != nullptr && found->measured(step, times, rates_, serial_, ranks_)) {
     ++version_;
     ++turns_;
   }
@@ -455,6 +455,7 @@ void Plan::learn(Step& step) {
     trace->timed = (*same)->timed;
     trace->cut_off = (*same)->cut_off;
     trace->totals = (*same)->totals;
+    trace->first_computed_ns = (*same)->first_computed_ns;
     trace->trials = std::move((*same)->trials);
     trace->watch = (*same)->watch;
     if (more_recipes) {

@@ -203,6 +203,7 @@ class Plan {
   }
   // As if no step had been. Steps whose records are alive go on, and follow nothing.
   void forget_all();
+  void set_ranks(bool ranks) { ranks_ = ranks; }
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;
@@ -294,6 +295,7 @@ class Plan {
   LaneRates rates_;
   std::uint32_t learned_ = 0;  // the trace learned last
   std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
+  bool ranks_ = false;         // Trace::measured
   bool for_all_sizes_ = true;  // proofs are: until something came back otherwise than when proven
   Use uses_ = 0;
   Bytes high_ = kUnlimited;

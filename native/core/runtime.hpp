@@ -217,6 +217,8 @@ class Runtime {
   std::vector<Demand::Peak> pinned_demand();
   void set_debug(DebugModes modes);
   void set_checksums(bool on);
+  // Whether other processes take part in the steps from here on (Trace::measured).
+  void set_ranks(bool ranks);
   // As if no step had been, so that what follows depends on nothing earlier; for tests.
   void forget_steps();
   // Gives free memory back to the driver until mapped <= target. Waits for the GPU.

@@ -120,6 +120,11 @@ void Runtime::set_debug(DebugModes modes) {
   d_.debug = modes;
 }
 
+void Runtime::set_ranks(bool ranks) {
+  Entry entry(d_.gate);
+  d_.plan.set_ranks(ranks);
+}
+
 void Runtime::forget_steps() {
   Entry entry(d_.gate);
   d_.plan.forget_all();

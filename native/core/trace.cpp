@@ -220,7 +220,7 @@ KnownStep Trace::known(std::vector<KnownRecord>* records) const {
 
 // Of each stretch the least of what was measured counts: what else held the GPU up is not its own.
 bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,
-                     std::uint32_t step) {
+                     std::uint32_t step, bool ranks) {
   const std::size_t moments = full.size();
   if (of.plans != plans || times.points.size() < 2 || times.points.back().moment + 1 != moments) {
     return false;  // the latter: it went another way
@@ -274,7 +274,10 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
     timed = timed >= kTimedAtLeast ? kTimed : timed;
   } else if (const bool without = had_plan && of.ran.fates.empty(); !of.proving && !without) {
     const RunPlan ran = of.ran.fates.empty() ? plan() : of.ran;
-    if (trials.took(ran, times.all_ns, times.all_ns - times.points.back().ns) || tried_all()) {
+    const std::uint64_t computed = times.points.back().ns;
+    first_computed_ns = first_computed_ns == 0 ? computed : first_computed_ns;
+    const std::uint64_t spent = times.all_ns - computed;
+    if (trials.took(ran, ranks ? first_computed_ns + spent : times.all_ns, spent) || tried_all()) {
       try_another();
     }
     if (tried_all() && begins_plan) {
@@ -314,6 +317,7 @@ void Trace::forget_times() {
 
 void Trace::forget_trials() {
   timed = cut_off = 0;
+  first_computed_ns = 0;
   trials = Trials(++plans);
   crowding.clear();  // of plans that are forgotten
 }

@@ -138,6 +138,7 @@ struct Trace {
   int cut_off = 0;      // that began to be measured, and the next one began before they were over;
                         // once settled, since the last look
   StepTotals totals;    // of the newest that was
+  std::uint64_t first_computed_ns = 0;  // what the first that was measured spent on nothing else
   Trials trials;
   Watch watch;
   bool begins_plan = false;   // another one than the steps before had, and what they made of it
@@ -182,9 +183,11 @@ struct Trace {
   bool tried_all() const { return timed >= kTimed; }
   bool settled() const { return tried_all() || cut_off >= kCutOff; }
   // One such step was measured: chooses by all that were; once that is settled only where what it
-  // costs has moved. False: nothing changed, as where its plan has been left meanwhile.
+  // costs has moved. False: nothing changed, as where its plan has been left meanwhile. `ranks`:
+  // other processes take part in the step, and what it waits for them is not its plan's: they try
+  // plans too.
   bool measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,
-                std::uint32_t step);
+                std::uint32_t step, bool ranks = false);
   StepToTime to_time() const;  // the step that begins
   void drop_what_is_cheap();
   // All is to be measured and planned anew.

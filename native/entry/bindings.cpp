@@ -298,7 +298,8 @@ NB_MODULE(_native, module) {
   nb::class_<Hooks>(module, "Hooks", nb::type_slots(hooks_slots))
       .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
            "keep"_a = nb::none(), "proof"_a = nb::none())
-      .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false)
+      .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false,
+           "ranks"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def(
           "pack",

@@ -171,12 +171,15 @@ void Hooks::clear() {
   }
 }
 
-void Hooks::begin_step(bool recompute, bool sharded) {
+void Hooks::begin_step(bool recompute, bool sharded, bool ranks) {
   order_ = 0;
   leaf_ = 0;
   knows_leaf_ = true;
   recompute_ = recompute;
   sharded_ = sharded;
+  if (core::Runtime* runtime = Registry::get().find(device_); runtime != nullptr) {
+    runtime->set_ranks(ranks);
+  }
   Call::forget_open();
   Twins::get().sweep_all();
 }

@@ -76,8 +76,9 @@ class Hooks {
   Hooks(int device, nb::object modified, nb::object keep, nb::object proof);
 
   // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
-  // again may be dropped. `sharded`: weights may be away between their uses.
-  void begin_step(bool recompute, bool sharded);
+  // again may be dropped. `sharded`: weights may be away between their uses. `ranks`: other
+  // processes take part in the step.
+  void begin_step(bool recompute, bool sharded, bool ranks);
   // It was left.
   static void end_step();
   Handle pack(nb::handle tensor);

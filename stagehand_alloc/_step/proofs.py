@@ -150,8 +150,8 @@ def _differ(asked: list[_Proof]) -> Any:
     return torch.cat(parts)
 
 
-def sharded() -> bool:
-    """Whether weights may be away between their uses, as with FSDP and ZeRO: there are ranks."""
+def ranks() -> bool:
+    """Whether other processes may take part in a step."""
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()

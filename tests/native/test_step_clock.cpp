@@ -211,6 +211,23 @@ TEST("what a step took in which something was proven is no plan's") {
   CHECK_EQ(trace.trials.best_spent_ns(), times_of(after, 20).all_ns - 6'000'000);
 }
 
+// On two GPUs each rank took the other's trials for its own plan's doing.
+TEST("what a step waits for other ranks is no plan's") {
+  constexpr std::uint64_t kOthersNs = 40'000'000;
+  for (const bool ranks : {false, true}) {
+    Trace trace = one_that_drops();
+    LaneRates rates;
+    const StepTimes alone = times_of(trace.to_time(), 20);
+    trace.measured(trace.to_time(), alone, rates, 1, ranks);
+    StepTimes waits = alone;
+    waits.points.back().ns += kOthersNs;
+    waits.all_ns += kOthersNs;
+    trace.measured(trace.to_time(), waits, rates, 2, ranks);
+    CHECK_EQ(trace.trials.best_ns(), alone.all_ns + (ranks ? 0 : kOthersNs));
+    CHECK_EQ(trace.trials.best_spent_ns(), 20);
+  }
+}
+
 TEST("what a step took counts for the plan that it began with, or for none") {
   Trace trace = one_that_drops();
   LaneRates rates;
