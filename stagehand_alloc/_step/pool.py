@@ -535,9 +535,8 @@ class Pool:
             self._hooks = _hooks.make_hooks(device.index, self._keep, self._watch, device.proofs)
         if recompute:
             entry.device.proofs.collect()
-        ranks = _proofs.ranks()
-        away = self._has_weights or ranks  # weights may be, with FSDP and ZeRO
-        self._hooks.begin_step(bool(recompute), bool(recompute) and away, ranks)
+        away = self._has_weights or _proofs.sharded()
+        self._hooks.begin_step(bool(recompute), bool(recompute) and away, _proofs.ranks())
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
         entry.hooked = True

@@ -75,7 +75,8 @@ class Proofs:
 
     def add(self, *proof: Any) -> None:
         """One comparison was queued: the fields of a `_Proof`."""
-        self._new.append(_Proof(*proof))
+        made = _Proof(*proof)  # first: making it may let another thread swap the list
+        self._new.append(made)
         if len(self._new) >= _MANY:
             self.collect()
 
@@ -95,8 +96,9 @@ class Proofs:
                     self._tell(proof.op, after=proof.what[3])
         if not self._new:
             return
-        asked, self._new = self._new, []
-        asked.sort(key=lambda proof: proof.now is not None)
+        new, self._new = self._new, []
+        # A copy: what another thread appends to `new` now is not told of, nor in another's place.
+        asked = sorted(new, key=lambda proof: proof.now is not None)
         if not asked[0].found.is_cuda:
             self._read = (None, _differ(asked), asked)
             return
@@ -112,7 +114,7 @@ class Proofs:
                         if tensor is not None:
                             tensor.record_stream(here)
             flags = _differ(asked)
-            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
             host.copy_(flags, non_blocking=True)
             event = cuda.Event()
             event.record()
@@ -150,8 +152,15 @@ def _differ(asked: list[_Proof]) -> Any:
     return torch.cat(parts)
 
 
-def ranks() -> bool:
-    """Whether other processes may take part in a step."""
+def sharded() -> bool:
+    """Whether weights may be away between their uses, as with FSDP and ZeRO."""
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()
+
+
+def ranks() -> bool:
+    """Whether other processes take part in a step."""
+    from torch import distributed
+
+    return sharded() and distributed.get_world_size() > 1

@@ -145,6 +145,25 @@ def other(setting: str) -> Iterator[None]:
         setattr(settings, setting, before)
 
 
+def test_a_proof_that_comes_while_others_are_read_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proved: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(_native, "proved", lambda _, what, same: proved.append((what, same)))
+    proofs = _recompute.Proofs(0)
+    one, other = torch.tensor(1), torch.tensor(2)
+    sums = (1, 1, 0, True, True), (2, 1, 0, True, True)
+    proofs.add(one, one, 0, sums[0], "gelu")
+    proofs.add(torch.tensor(True), None, 0, (3, 1, 0, False, False), "mm")
+    proofs.add(one, other, 0, sums[1], "gelu")
+    late = proofs._new  # as a thread has it that was about to append
+    proofs.collect()
+    late.insert(0, _recompute._Proof(torch.tensor(False), None, 0, (4, 1, 0, False, False), "mm"))
+    with pytest.warns(StagehandWarning, match="bit by bit"):
+        proofs.collect()
+    assert proved == [((3, 1, 0, False, False), False), (sums[0], True), (sums[1], False)]
+
+
 def test_what_is_not_elementwise_is_dropped_once_it_was_seen_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
