@@ -455,7 +455,6 @@ void Plan::learn(Step& step) {
     trace->timed = (*same)->timed;
     trace->cut_off = (*same)->cut_off;
     trace->totals = (*same)->totals;
-    trace->first_computed_ns = (*same)->first_computed_ns;
     trace->trials = std::move((*same)->trials);
     trace->watch = (*same)->watch;
     if (more_recipes) {

@@ -153,6 +153,9 @@ Saved Runtime::tagged(Block* block, Address data, Address first, Address last, M
 
 Unpacked Runtime::unpack(RecordId id, Bytes offset, driver::Stream consumer, bool by_recipe) {
   Entry entry(d_.gate);
+  if (d_.ledger.find(id) == nullptr) {
+    return {Status::stale};
+  }
   return unpack_in(entry, id, offset, consumer, by_recipe);
 }
 
@@ -168,9 +171,6 @@ std::optional<Unpacked> Runtime::unpack_resident(RecordId id, Bytes offset, driv
 
 Unpacked Runtime::unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Stream consumer,
                             bool by_recipe) {
-  if (d_.ledger.find(id) == nullptr) {
-    return {Status::stale};
-  }
   d_.departures.no_more_saves(true);
   d_.store->look_around(entry);
   Record& record = *d_.ledger.find(id);  // the handle is the caller's

@@ -275,9 +275,9 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
   } else if (const bool without = had_plan && of.ran.fates.empty(); !of.proving && !without) {
     const RunPlan ran = of.ran.fates.empty() ? plan() : of.ran;
     const std::uint64_t computed = times.points.back().ns;
-    first_computed_ns = first_computed_ns == 0 ? computed : first_computed_ns;
+    const std::uint64_t counts = ranks ? trials.first_computed(computed) : computed;
     const std::uint64_t spent = times.all_ns - computed;
-    if (trials.took(ran, ranks ? first_computed_ns + spent : times.all_ns, spent) || tried_all()) {
+    if (trials.took(ran, counts + spent, spent) || tried_all()) {
       try_another();
     }
     if (tried_all() && begins_plan) {
@@ -317,7 +317,6 @@ void Trace::forget_times() {
 
 void Trace::forget_trials() {
   timed = cut_off = 0;
-  first_computed_ns = 0;
   trials = Trials(++plans);
   crowding.clear();  // of plans that are forgotten
 }
@@ -394,7 +393,7 @@ void Trace::choose() {
 
 // Whether what moves least is worth a trial, for hardly more time of the GPU than is forecast for
 // the best, or for less than that spends: where it saves the host a good deal, since what copies
-// take of that no forecast knows, or where the best spends more than is forecast, as holes make it,
+// take of that no forecast knows, or where the best spends a good part of a step, as holes make it,
 // and this needs far fewer bytes. Where the best spends much in torch's cache it drops late: of all
 // plans it drops the most, so what fills each place at once breaks up the most. Elsewhere as the
 // best does: a place that is needed later is a miss, which takes the host's time. If that is not
@@ -444,7 +443,7 @@ void Trace::try_another() {
   const auto spent = static_cast<double>(trials.best_spent_ns());
   const bool costly = spent > 2 * noise(step);
   std::vector<Proposal> found;
-  if (!trials.prefers() && (least > 0 || costly)) {  // that is the last one
+  if (!trials.prefers() && (least > 0 || costly)) {  // those come last
     found = proposals(step, before, spent > takes(before) + 2 * noise(step));
   }
   RunPlan chosen = trials.best();

@@ -138,7 +138,6 @@ struct Trace {
   int cut_off = 0;      // that began to be measured, and the next one began before they were over;
                         // once settled, since the last look
   StepTotals totals;    // of the newest that was
-  std::uint64_t first_computed_ns = 0;  // what the first that was measured spent on nothing else
   Trials trials;
   Watch watch;
   bool begins_plan = false;   // another one than the steps before had, and what they made of it

@@ -9,7 +9,7 @@ namespace {
 constexpr std::uint64_t kNoise = 128;  // a step that is longer by less than one part is as long
 constexpr std::uint64_t kWorse = 4;    // not worth another step: longer by one part
 constexpr std::uint64_t kAgree = 32;   // two steps took as long: they differ by less than one part
-constexpr std::uint64_t kFar = 32;     // differs too much to count: by more than one part
+constexpr std::uint64_t kFar = 32;     // what steps differ by counts up to one part
 constexpr int kSettled = 2;            // steps, of which the first pays for the change
 constexpr int kLongest = 6;
 constexpr std::size_t kNewest = 4;  // steps count
@@ -51,8 +51,8 @@ void Trials::begin(RunPlan plan, std::uint32_t id) {
 }
 
 // A plan has its time as long as it gains by what its own steps teach. One that is preferred has it
-// until two steps agree: it is the last that is tried, so nothing makes good what one bad step
-// says.
+// until two steps agree: none but one like it is tried after it, so nothing makes good what one bad
+// step says.
 bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns) {
   if (++steps_ < kSettled) {
     return false;
@@ -78,6 +78,11 @@ bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns)
   const bool gains = before == 0 || ns + before / kNoise < before;
   const bool enough = !gains && (!now.preferred || now.agrees());
   return first || enough || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
+}
+
+std::uint64_t Trials::first_computed(std::uint64_t ns) {
+  first_computed_ns_ = first_computed_ns_ == 0 ? ns : first_computed_ns_;
+  return first_computed_ns_;
 }
 
 bool Trials::tried(const RunPlan& plan, std::span<const KnownRecord> records) const {

@@ -49,8 +49,8 @@ class Trials {
   // tried: then it keeps the id that it had.
   void begin(RunPlan plan, std::uint32_t id);
   // The plan in use is the best as long as it takes longer by no more than steps of another differ
-  // that did the same: where the host is what a step waits for, and not equally in each, two or
-  // three say too little.
+  // that did the same, and by no more than a 32nd: where the host is what a step waits for, and not
+  // equally in each, two or three say too little.
   void prefer() { all_[now_].preferred = true; }
   // Whether any is; whether the best is.
   bool prefers() const;
@@ -61,6 +61,8 @@ class Trials {
   // so much of that was spent on what the plan chose: waits for the lanes, and making again.
   // Whether that is how long such steps take.
   bool took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns);
+  // What the first step that this was asked for computed; `ns`: what this one did.
+  std::uint64_t first_computed(std::uint64_t ns);
   // Whether this one was, or one hardly different; or was begun: its own steps then made the same
   // of it again, five times over.
   bool tried(const RunPlan& plan, std::span<const KnownRecord> records) const;
@@ -110,6 +112,7 @@ class Trials {
   std::uint32_t first_ = 0;
   int steps_ = 1;  // with the plan in use; the first one of all was in use before
   int returns_ = 0;
+  std::uint64_t first_computed_ns_ = 0;
   std::uint64_t last_ns_ = 0;
   RunPlan last_;
 };

@@ -73,9 +73,9 @@ class Proofs:
         self._read: tuple[Any, Any, list[_Proof]] | None = None
         self._told: set[tuple[str, bool]] = set()
 
-    def add(self, *proof: Any) -> None:
+    def add(self, found: Any, now: Any, stream: int, what: _What, op: str) -> None:
         """One comparison was queued: the fields of a `_Proof`."""
-        made = _Proof(*proof)  # first: making it may let another thread swap the list
+        made = _Proof(found, now, stream, what, op)  # first: another thread may swap the list then
         self._new.append(made)
         if len(self._new) >= _MANY:
             self.collect()

@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,27 +34,24 @@ SEED = 6
 LEARNING_STEPS = 8  # until recipes are proven and a plan that drops is in use
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Two equal runs are bitwise equal; what cannot be so raises."""
+def deterministic() -> None:
+    """Two equal runs are bitwise equal from here on; what cannot be so raises."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def train(
     name: str, share: float | None = None, mode: str = "allocator", recompute: bool = False
 ) -> dict[str, Any]:
-    """As the command line does. Nothing may have started CUDA before."""
+    """As the command line does, in a process that does nothing else."""
     if share is not None and mode == "allocator":
         import stagehand_alloc
 
         torch.cuda.memory.change_current_allocator(stagehand_alloc.allocator())
-    with deterministic():
-        if share is None:
-            return plain(BY_NAME[name])
-        return budgeted(BY_NAME[name], share, mode, recompute)
+    deterministic()
+    if share is None:
+        return plain(BY_NAME[name])
+    return budgeted(BY_NAME[name], share, mode, recompute)
 
 
 class Training:
