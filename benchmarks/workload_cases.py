@@ -121,6 +121,11 @@ CASES = {
         varying=True,
         same_budget=("50",),
     ),
+    "fsdp2_alone": Case(
+        "one rank of two of FSDP2, alone; its collectives copy",
+        *("fsdp2_alone", GPT_RANKS, TINY_SMALL),
+        {"80": Bar(1.03)},
+    ),
     "fsdp2": Case(
         "FSDP2, GPT of width 2560, sequence 12288, two GPUs; ours with gradients_on_one_stream",
         *("fsdp2", GPT_RANKS, TINY_SMALL),

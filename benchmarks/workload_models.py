@@ -306,6 +306,42 @@ def _fsdp2(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
     return Workload(model, blocks, lambda _: loss(0), ours=one_stream)
 
 
+class _Copies:
+    """A collective of one rank of two, alone: it copies what the other one would send."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Copies):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
+        for part in output_tensor.view(2, -1):
+            if part.data_ptr() != input_tensor.data_ptr():
+                part.copy_(input_tensor.view(-1))
+
+
+class _Reduce(_Copies):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
+        output_tensor.view(-1).copy_(input_tensor.view(2, -1)[0])
+
+
+def _fsdp2_alone(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
+    """FSDP2's memory and streams of one rank of two, on one GPU."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    work = _fsdp2(shape, dtype)
+    gather: Any = _Gather()
+    reduce: Any = _Reduce()
+    for part in work.model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_custom_all_gather(gather)
+            part.set_custom_reduce_scatter(reduce)
+    return work
+
+
 def _ddp(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -326,5 +362,6 @@ _BUILDERS: dict[str, Callable[[dict[str, Any], torch.dtype], Workload]] = {
     "lstm": _lstm,
     "compiled": _compiled,
     "fsdp2": _fsdp2,
+    "fsdp2_alone": _fsdp2_alone,
     "ddp": _ddp,
 }

@@ -274,11 +274,13 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
     timed = timed >= kTimedAtLeast ? kTimed : timed;
   } else if (const bool without = had_plan && of.ran.fates.empty(); !of.proving && !without) {
     const RunPlan ran = of.ran.fates.empty() ? plan() : of.ran;
-    const std::uint64_t computed = times.points.back().ns;
-    const std::uint64_t counts = ranks ? trials.first_computed(computed) : computed;
-    const std::uint64_t spent = times.all_ns - computed;
-    if (trials.took(ran, counts + spent, spent) || tried_all()) {
-      try_another();
+    const std::uint64_t spent = times.all_ns - times.points.back().ns;
+    const bool first = trials.best_ns() == 0;
+    if (trials.took(ran, times.all_ns, spent) || tried_all()) {
+      const bool tried = trials.tries_first_of_all() && kept_first_of_all();
+      if (!tried && !(first && ranks && tries_first_of_all())) {
+        try_another();
+      }
     }
     if (tried_all() && begins_plan) {
       watch.wait_until(step + kPays);
@@ -426,6 +428,41 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   }
   *best = std::move(least);
   return true;
+}
+
+// With ranks, in torch's cache: what moves least, before anything else, and it is kept where it
+// spends little. Each rank waits for the others, who try plans too, and meanwhile its own copies go
+// on: any plan looks as good then, and those that move much wait once the others have settled.
+bool Trace::tries_first_of_all() {
+  std::vector<KnownRecord> records;
+  const KnownStep step = known(&records);
+  RunPlan least(moving_least(step));
+  if (!is_not_moved() || takes(forecast(step, least.fates)) > little() || least == plan()) {
+    return false;
+  }
+  use(least);
+  begins_plan = true;
+  ++plans;
+  trials.begin_first_of_all(std::move(least), plans);
+  return true;
+}
+
+bool Trace::kept_first_of_all() {
+  if (static_cast<double>(trials.spent_ns()) <= little()) {
+    timed = kTimed;
+    return true;
+  }
+  trials.refuse_first_of_all();
+  use(trials.best());
+  begins_plan = true;
+  ++plans;
+  timed = 1;
+  return false;
+}
+
+double Trace::little() const {
+  constexpr double kLittle = 1.0 / 32;
+  return kLittle * static_cast<double>(at_ns.back());
 }
 
 // As long as such steps take longer than something else that is forecast. Where a good part of what

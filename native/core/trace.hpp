@@ -183,8 +183,7 @@ struct Trace {
   bool settled() const { return tried_all() || cut_off >= kCutOff; }
   // One such step was measured: chooses by all that were; once that is settled only where what it
   // costs has moved. False: nothing changed, as where its plan has been left meanwhile. `ranks`:
-  // other processes take part in the step, and what it waits for them is not its plan's: they try
-  // plans too.
+  // other processes take part in the step, who try plans too (tries_first_of_all).
   bool measured(const StepToTime& of, const StepTimes& times, LaneRates& known_rates,
                 std::uint32_t step, bool ranks = false);
   StepToTime to_time() const;  // the step that begins
@@ -197,6 +196,9 @@ struct Trace {
   // was tried.
   void choose();
   void try_another();
+  bool tries_first_of_all();  // false: there is nothing to try
+  bool kept_first_of_all();   // no more plans are tried
+  double little() const;      // of a step, in ns
   bool drops() const;
   bool moves_least(const KnownStep& step, const Forecast& before, RunPlan* best);
   // Whether the best of its plans that drop takes a good part longer than what it computes.

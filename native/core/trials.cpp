@@ -80,9 +80,18 @@ bool Trials::took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns)
   return first || enough || steps_ >= kLongest || ns > best_ns() + best_ns() / kWorse;
 }
 
-std::uint64_t Trials::first_computed(std::uint64_t ns) {
-  first_computed_ns_ = first_computed_ns_ == 0 ? ns : first_computed_ns_;
-  return first_computed_ns_;
+void Trials::begin_first_of_all(RunPlan plan, std::uint32_t id) {
+  begin(std::move(plan), id);
+  prefer();
+  first_of_all_ = true;
+}
+
+void Trials::refuse_first_of_all() {
+  all_.resize(1);
+  now_ = 0;
+  steps_ = returns_ = 0;
+  last_ns_ = 0;
+  first_of_all_ = false;
 }
 
 bool Trials::tried(const RunPlan& plan, std::span<const KnownRecord> records) const {

@@ -52,7 +52,11 @@ class Trials {
   // that did the same, and by no more than a 32nd: where the host is what a step waits for, and not
   // equally in each, two or three say too little.
   void prefer() { all_[now_].preferred = true; }
-  // Whether any is; whether the best is.
+  // A plan that is kept, or is as if it had not been tried.
+  void begin_first_of_all(RunPlan plan, std::uint32_t id);
+  bool tries_first_of_all() const { return first_of_all_; }
+  void refuse_first_of_all();
+  // Whether any is preferred; whether the best is.
   bool prefers() const;
   bool prefers_best() const;
   // Of the plan in use.
@@ -61,8 +65,6 @@ class Trials {
   // so much of that was spent on what the plan chose: waits for the lanes, and making again.
   // Whether that is how long such steps take.
   bool took(const RunPlan& plan, std::uint64_t ns, std::uint64_t spent_ns);
-  // What the first step that this was asked for computed; `ns`: what this one did.
-  std::uint64_t first_computed(std::uint64_t ns);
   // Whether this one was, or one hardly different; or was begun: its own steps then made the same
   // of it again, five times over.
   bool tried(const RunPlan& plan, std::span<const KnownRecord> records) const;
@@ -74,8 +76,10 @@ class Trials {
   // The one that took the least; empty before the first.
   const RunPlan& best() const;
   std::uint64_t best_ns() const;
-  // What its steps spend: all that another plan could save. The rest of their time is computing,
-  // the host's, and whatever else comes and goes.
+  // Of the plan in use.
+  std::uint64_t spent_ns() const { return all_[now_].takes().spent_ns; }
+  // What the best one's steps spend: all that another plan could save. The rest of their time is
+  // computing, the host's, and whatever else comes and goes.
   std::uint64_t best_spent_ns() const;
   // Whether this is what the plan in use has become.
   bool in_use(const RunPlan& plan) const { return now_ < all_.size() && all_[now_].plan == plan; }
@@ -112,7 +116,7 @@ class Trials {
   std::uint32_t first_ = 0;
   int steps_ = 1;  // with the plan in use; the first one of all was in use before
   int returns_ = 0;
-  std::uint64_t first_computed_ns_ = 0;
+  bool first_of_all_ = false;  // begin_first_of_all
   std::uint64_t last_ns_ = 0;
   RunPlan last_;
 };

@@ -431,6 +431,7 @@ class LoraReplay {
   StepShape shape() { return rig_.runtime->step_shape(); }
   Counters counters() { return rig_.counters(); }
   void set_high(Bytes high) { high_ = high; }
+  void set_ranks() { rig_.runtime->set_ranks(true); }
   // What the next steps do, from here on.
   void follow(const LoraModel& model) {
     events_ = model.events;
@@ -451,9 +452,11 @@ class LoraReplay {
 
   // What a step takes, of so many after the first ones, where nothing waits for a step but the one
   // after the next: the host is ahead of the GPU, as in most programs. In ms.
-  double ahead_ms(int first, int count) {
+  // `before`: is told of each step by its number.
+  double ahead_ms(int first, int count, const std::function<void(int)>& before = [](int) {}) {
     std::vector<driver::Event> ends;
     for (int i = 0; i < first + count; ++i) {
+      before(i);
       if (ends.size() > 1) {
         CHECK_EQ(rig_.driver.event_synchronize(ends[ends.size() - 2]), driver::kSuccess);
       }

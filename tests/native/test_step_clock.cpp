@@ -211,21 +211,50 @@ TEST("what a step took in which something was proven is no plan's") {
   CHECK_EQ(trace.trials.best_spent_ns(), times_of(after, 20).all_ns - 6'000'000);
 }
 
-// On two GPUs each rank took the other's trials for its own plan's doing.
-TEST("what a step waits for other ranks is no plan's") {
-  constexpr std::uint64_t kOthersNs = 40'000'000;
+// A step in torch's cache whose plan moves all, though to drop one would do.
+Trace moves_what_it_could_drop() {
+  Trace trace = one_that_drops();
+  trace.largest_request = 64_MiB;
+  trace.high = 128_MiB;
+  trace.full = {0, 64_MiB, 128_MiB, 192_MiB, 192_MiB, 128_MiB, 64_MiB};
+  trace.entries[1].dropped = false;
+  return trace;
+}
+
+TEST(
+    "with ranks, in torch's cache, what moves least is tried first, and kept if it spends little") {
   for (const bool ranks : {false, true}) {
-    Trace trace = one_that_drops();
+    Trace trace = moves_what_it_could_drop();
     LaneRates rates;
-    const StepTimes alone = times_of(trace.to_time(), 20);
-    trace.measured(trace.to_time(), alone, rates, 1, ranks);
-    StepTimes waits = alone;
-    waits.points.back().ns += kOthersNs;
-    waits.all_ns += kOthersNs;
-    trace.measured(trace.to_time(), waits, rates, 2, ranks);
-    CHECK_EQ(trace.trials.best_ns(), alone.all_ns + (ranks ? 0 : kOthersNs));
-    CHECK_EQ(trace.trials.best_spent_ns(), 20);
+    trace.measured(trace.to_time(), times_of(trace.to_time(), 2'000'000), rates, 1, ranks);
+    CHECK_EQ(trace.trials.tries_first_of_all(), ranks);
+    CHECK(!ranks || trace.entries[1].dropped);
+    for (std::uint32_t step = 2; step < 6 && ranks; ++step) {  // it has computed longer, too
+      StepTimes times = times_of(trace.to_time(), 1000);
+      times.points.back().ns += 1'000'000;
+      times.all_ns += 1'000'000;
+      trace.measured(trace.to_time(), times, rates, step, ranks);
+    }
+    CHECK_EQ(trace.tried_all(), ranks);
+    CHECK(!ranks || trace.entries[1].dropped);
   }
+}
+
+TEST("with ranks, where what moves least spends much it is as if it had not been tried") {
+  Trace trace = moves_what_it_could_drop();
+  LaneRates rates;
+  trace.measured(trace.to_time(), times_of(trace.to_time(), 2'000'000), rates, 1, true);
+  CHECK(trace.trials.tries_first_of_all());
+  const std::uint32_t plans = trace.plans;
+  std::uint32_t step = 2;
+  for (; step < 10 && trace.trials.tries_first_of_all(); ++step) {
+    trace.measured(trace.to_time(), times_of(trace.to_time(), 9'000'000), rates, step, true);
+  }
+  CHECK(step < 10);
+  CHECK(!trace.tried_all());
+  CHECK(!trace.trials.prefers());
+  CHECK(trace.plans > plans);  // what its steps still tell is no other plan's
+  CHECK(trace.begins_plan);
 }
 
 TEST("what a step took counts for the plan that it began with, or for none") {
