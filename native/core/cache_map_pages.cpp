@@ -31,6 +31,7 @@ void CacheMap::add_pages(const Segment& segment, Bytes bytes) {
     PageCount& count = pages_[segment.owner];
     count.mapped += bytes;
     count.peak = std::max({count.peak, count.mapped, std::exchange(count.lacking, 0) + bytes});
+    count.grew = true;
   }
 }
 
@@ -44,9 +45,38 @@ void CacheMap::remove_pages(const Segment& segment, Bytes bytes) {
 void CacheMap::begin_pages() {
   for (auto one = pages_.begin(); one != pages_.end();) {
     PageCount& count = one->second;
-    count.peak_before = std::exchange(count.peak, count.mapped);
+    const Bytes with_holes = count.used_peak + count.used_peak / 8 + kPage;
+    const Bytes needed = count.grew ? count.peak : std::min(count.peak, with_holes);
+    count.needed = {needed, count.needed.front()};
+    count.peak = count.mapped;
+    count.used_peak = count.used;
     count.lacking = 0;
-    one = count.peak_before == 0 ? pages_.erase(one) : std::next(one);  // it may never come again
+    count.grew = false;
+    one = needed == 0 ? pages_.erase(one) : std::next(one);  // it may never come again
+  }
+}
+
+void CacheMap::forget_growth() {
+  const Lock lock(mutex_);
+  for (auto& [owner, count] : pages_) {
+    count.used_peak = count.used;
+    count.lacking = 0;
+    count.grew = false;
+  }
+}
+
+void CacheMap::use_pages(const Segment& segment, Bytes bytes, bool ours) {
+  if (segment.has_pages()) {
+    PageCount& count = pages_[segment.owner];
+    count.used += bytes;
+    count.used_peak = ours ? count.used_peak : std::max(count.used_peak, count.used);
+  }
+}
+
+void CacheMap::leave_pages(const Segment& segment, Bytes bytes) {
+  if (segment.has_pages()) {
+    Bytes& used = pages_[segment.owner].used;
+    used -= std::min(used, bytes);
   }
 }
 
@@ -54,7 +84,8 @@ std::vector<CacheMap::Pages> CacheMap::pages() {
   const Lock lock(mutex_);
   std::vector<Pages> all;
   for (const auto& [owner, count] : pages_) {
-    all.push_back({owner, count.mapped, count.peak_before});
+    const Bytes needed = std::min(count.needed.front(), count.needed.back());
+    all.push_back({owner, count.mapped, needed == kUnlimited ? 0 : needed});
   }
   return all;
 }

@@ -139,17 +139,18 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
   }
   std::vector<CacheMap::Pages> owners = cache_.pages();
   std::sort(owners.begin(), owners.end(),
-            [](const auto& one, const auto& other) { return one.peak < other.peak; });
+            [](const auto& one, const auto& other) { return one.needed < other.needed; });
   for (const CacheMap::Pages& one : owners) {
     const Bytes room = target - std::min(target, cache_.usage().reserved + small);
     const bool last = &one == &owners.back();
-    const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
+    const Bytes lost = last ? kUnlimited : one.needed - std::min(one.needed, one.mapped);
     const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
     if (whole > 0 && map_free(whole, one.owner)) {
       released -= std::min(released, whole);
     }
   }
   cache_.forget_request(peak);
+  cache_.forget_growth();
   return released;
 }
 

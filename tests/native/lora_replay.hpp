@@ -450,6 +450,11 @@ class LoraReplay {
     }
   }
 
+  // So much on the trace's stream of that number, and no more.
+  void take_between(std::uint64_t stream, Bytes bytes) {
+    tensors_.drop(tensors_.make(bytes, streams_.of({'a', 0, bytes, stream, 0}, rig_)));
+  }
+
   // What a step takes, of so many after the first ones, where nothing waits for a step but the one
   // after the next: the host is ahead of the GPU, as in most programs. In ms.
   // `before`: is told of each step by its number.
