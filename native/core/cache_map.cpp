@@ -269,7 +269,6 @@ void CacheMap::allocate(const CacheEvent& event) {
     remove_releasable(segment, segment.bytes);
   }
   segment.live += bytes;
-  use_pages(segment, bytes, event.ours);
   if (segment.small) {
     return;
   }
@@ -309,7 +308,6 @@ void CacheMap::free(const CacheEvent& event) {
   }
   Segment& segment = found->second;
   segment.live -= std::min(segment.live, bytes);
-  leave_pages(segment, bytes);
   if (segment.expandable) {
     add_releasable(segment, bytes);
   } else if (segment.live == 0) {

@@ -136,17 +136,16 @@ class CacheMap {
     Bytes bytes = 0;
   };
   Hole largest_hole();
-  // What is mapped in expandable segments for large blocks of the default pool, by owner, and what
-  // a step needs: the least of the last two, since something else may have run in between. Of what
-  // the engine has mapped for it, as much as was used, and an eighth and a page for holes.
+  // What is mapped in expandable segments for large blocks of the default pool, by owner, and at
+  // most was from when the step before began to when this one did; and in that time or the same of
+  // the step before that one, whichever was less.
   struct Pages {
     Owner owner;
     Bytes mapped = 0;
-    Bytes needed = 0;
+    Bytes peak = 0;
+    Bytes lesser_peak = 0;
   };
   std::vector<Pages> pages();
-  // What was mapped since the step began, the engine has.
-  void forget_growth();
   // The owner finds no hole in its pages, and grows next. What it has now and what it grows by
   // count as its peak, though free pages go back before.
   void lacks_pages(const Owner& owner);
@@ -209,8 +208,6 @@ class CacheMap {
   // cache_map_pages.cpp
   void add_pages(const Segment& segment, Bytes bytes);
   void remove_pages(const Segment& segment, Bytes bytes);
-  void use_pages(const Segment& segment, Bytes bytes, bool ours);
-  void leave_pages(const Segment& segment, Bytes bytes);
   void begin_pages();
   void add_to_stream(const Segment& segment, Bytes bytes);
   void remove_from_stream(const Segment& segment, Bytes bytes);
@@ -235,13 +232,9 @@ class CacheMap {
   bool expandable_ = false;             // torch has made expandable segments
   struct PageCount {
     Bytes mapped = 0;
-    Bytes used = 0;  // of it
-    Bytes peak = 0;  // since the step began
-    Bytes used_peak = 0;
+    Bytes peak = 0;                              // since the step began
+    std::array<Bytes, 2> before{0, kUnlimited};  // in the two steps before
     Bytes lacking = 0;  // what was mapped when it found no hole; 0 once it has grown
-    bool grew = false;  // since the step began, as torch asked for it
-    // In the last two steps; kUnlimited before it was there.
-    std::array<Bytes, 2> needed{kUnlimited, kUnlimited};
   };
   std::pmr::map<Owner, PageCount> pages_{&nodes_};
   struct StreamCount {  // of segments of large blocks, whatever pool they are in

@@ -31,7 +31,6 @@ void CacheMap::add_pages(const Segment& segment, Bytes bytes) {
     PageCount& count = pages_[segment.owner];
     count.mapped += bytes;
     count.peak = std::max({count.peak, count.mapped, std::exchange(count.lacking, 0) + bytes});
-    count.grew = true;
   }
 }
 
@@ -45,38 +44,11 @@ void CacheMap::remove_pages(const Segment& segment, Bytes bytes) {
 void CacheMap::begin_pages() {
   for (auto one = pages_.begin(); one != pages_.end();) {
     PageCount& count = one->second;
-    const Bytes with_holes = count.used_peak + count.used_peak / 8 + kPage;
-    const Bytes needed = count.grew ? count.peak : std::min(count.peak, with_holes);
-    count.needed = {needed, count.needed.front()};
-    count.peak = count.mapped;
-    count.used_peak = count.used;
+    const Bytes before = count.before.front() != 0 ? count.before.front() : kUnlimited;
+    count.before = {std::exchange(count.peak, count.mapped), before};
     count.lacking = 0;
-    count.grew = false;
-    one = needed == 0 ? pages_.erase(one) : std::next(one);  // it may never come again
-  }
-}
-
-void CacheMap::forget_growth() {
-  const Lock lock(mutex_);
-  for (auto& [owner, count] : pages_) {
-    count.used_peak = count.used;
-    count.lacking = 0;
-    count.grew = false;
-  }
-}
-
-void CacheMap::use_pages(const Segment& segment, Bytes bytes, bool ours) {
-  if (segment.has_pages()) {
-    PageCount& count = pages_[segment.owner];
-    count.used += bytes;
-    count.used_peak = ours ? count.used_peak : std::max(count.used_peak, count.used);
-  }
-}
-
-void CacheMap::leave_pages(const Segment& segment, Bytes bytes) {
-  if (segment.has_pages()) {
-    Bytes& used = pages_[segment.owner].used;
-    used -= std::min(used, bytes);
+    one =
+        count.before.front() == 0 ? pages_.erase(one) : std::next(one);  // it may never come again
   }
 }
 
@@ -84,8 +56,8 @@ std::vector<CacheMap::Pages> CacheMap::pages() {
   const Lock lock(mutex_);
   std::vector<Pages> all;
   for (const auto& [owner, count] : pages_) {
-    const Bytes needed = std::min(count.needed.front(), count.needed.back());
-    all.push_back({owner, count.mapped, needed == kUnlimited ? 0 : needed});
+    const auto& [before, earlier] = count.before;
+    all.push_back({owner, count.mapped, before, std::min(before, earlier)});
   }
   return all;
 }

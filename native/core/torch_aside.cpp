@@ -121,9 +121,10 @@ bool TorchStore::end_aside() {
 // another plan (TorchStore::begin_step). Free memory of expandable segments lies in pieces between
 // gaps. It goes back, and as much is mapped in one piece for each stream: for the one that had
 // most, whose records leave, what the others have left of the budget; for those as much as they had
-// at most in that step, since they would have to take it from the first one again. Here the GPU has
-// been waited for, so that no copy out is under way, beside which it takes the driver thirty times
-// as long to open access to a page.
+// at most in that step, since they would have to take it from the first one again. Where the
+// program has emptied the cache since, something else may have run, and had more there: then the
+// lesser of two steps. Here the GPU has been waited for, so that no copy out is under way, beside
+// which it takes the driver thirty times as long to open access to a page.
 Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
   const Unlocked unlocked(entry);
   const Bytes peak = cache_.usage().allocated_peak;
@@ -138,19 +139,21 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
     target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
   }
   std::vector<CacheMap::Pages> owners = cache_.pages();
+  for (CacheMap::Pages& one : owners) {
+    one.peak = emptied_ ? one.lesser_peak : one.peak;
+  }
   std::sort(owners.begin(), owners.end(),
-            [](const auto& one, const auto& other) { return one.needed < other.needed; });
+            [](const auto& one, const auto& other) { return one.peak < other.peak; });
   for (const CacheMap::Pages& one : owners) {
     const Bytes room = target - std::min(target, cache_.usage().reserved + small);
     const bool last = &one == &owners.back();
-    const Bytes lost = last ? kUnlimited : one.needed - std::min(one.needed, one.mapped);
+    const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
     const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
     if (whole > 0 && map_free(whole, one.owner)) {
       released -= std::min(released, whole);
     }
   }
   cache_.forget_request(peak);
-  cache_.forget_growth();
   return released;
 }
 

@@ -343,16 +343,16 @@ bool TorchStore::begin_step(Bytes target) {
   const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   // What the program has given back since that step would be mapped again a request at a time, in
   // pieces that hold no larger one. A MemPool has segments of its own.
-  const bool emptied = squeezed_ && segments_.newest() == MemPoolSegments::Pool{} &&
-                       gave_back(cache_.usage().reserved, target, reserved_at_end_);
+  emptied_ = squeezed_ && segments_.newest() == MemPoolSegments::Pool{} &&
+             gave_back(cache_.usage().reserved, target, reserved_at_end_);
   // What steps took in a trial they take once its plan is kept, if both begin with the same memory.
   // Without expandable segments that would be mapped again a request at a time.
   const bool own = d_.plan.takes_other_plan() && d_.plan.far_from_free() && !d_.plan.varies() &&
                    segments_.newest() == MemPoolSegments::Pool{} && d_.weights.standing().empty() &&
                    !cache_.pages().empty();
-  anew_ = std::exchange(start_anew_, false) || aside || emptied || own;
-  return emptied || ((d_.counters.mapped > target || anew_) &&
-                     (cache_.releasable() > 0 || segments_.has_free_piece()));
+  anew_ = std::exchange(start_anew_, false) || aside || emptied_ || own;
+  return emptied_ || ((d_.counters.mapped > target || anew_) &&
+                      (cache_.releasable() > 0 || segments_.has_free_piece()));
 }
 
 // What is kept for backward, or weights, is no survivor. The streams are never destroyed: torch

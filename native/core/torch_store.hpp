@@ -188,6 +188,7 @@ class TorchStore final : public Store {
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
   bool cut_ = false;                // it did so for what a first step had cut: once
   bool anew_ = false;               // as it does now
+  bool emptied_ = false;            // the program has, since the step before
   bool squeezed_ = false;           // in the step before something had to leave
   bool first_step_ = false;         // a MemPool waits until it is over
   bool saving_ = false;             // nothing has been asked for in this step

@@ -497,12 +497,12 @@ TEST("an expandable segment of small blocks has no holes, and counts as reserved
   CHECK_EQ(map.releasable(), 31_MiB);
 }
 
-// "now/what a step needs" of the only owner.
+// "now/at most in the step before" of the only owner.
 std::string pages_of(Map& map) {
   const std::vector<CacheMap::Pages> all = map.pages();
   return all.size() != 1 ? std::to_string(all.size()) + " owners"
                          : std::to_string(all.front().mapped >> 20) + "/" +
-                               std::to_string(all.front().needed >> 20);
+                               std::to_string(all.front().peak >> 20);
 }
 
 TEST("the most pages that a stream had count from one step to the next") {
@@ -535,35 +535,20 @@ TEST("a stream that finds no hole needs what it has and what it grows by, though
   CHECK_EQ(pages_of(map), "80/100");
 }
 
-// They stayed its own for good, and others' records left for want of them.
-TEST("of pages that the engine mapped for a stream it needs what it has used, and some for holes") {
-  Map map;
-  map.begin_step();
-  map.mapped(0, 200_MiB);
-  map.forget_growth();
-  map.alloc(0, 80_MiB);
-  map.freed(0, 80_MiB);
-  map.begin_step();
-  CHECK_EQ(pages_of(map), "200/110");
-  map.mapped(200_MiB, 20_MiB);  // torch found no hole
-  map.begin_step();
-  map.begin_step();
-  CHECK_EQ(pages_of(map), "220/20");
-}
-
-TEST("what something else has taken on a stream between two steps is not what steps need there") {
+TEST("what a stream had in the lesser of two steps is known, where something else ran in between") {
   Map map;
   map.begin_step();
   map.mapped(0, 60_MiB);
   map.alloc(0, 40_MiB);
   map.begin_step();
-  CHECK_EQ(pages_of(map), "60/60");
+  CHECK_EQ(map.pages().front().lesser_peak, 60_MiB);  // there was one step
   map.mapped(60_MiB, 400_MiB);
   map.alloc(40_MiB, 400_MiB);
   map.freed(40_MiB, 400_MiB);
   map.unmapped(60_MiB, 400_MiB);
   map.begin_step();
-  CHECK_EQ(pages_of(map), "60/60");
+  CHECK_EQ(pages_of(map), "60/460");
+  CHECK_EQ(map.pages().front().lesser_peak, 60_MiB);
 }
 
 TEST("what is set aside does not count as allocated, nor as asked for") {
