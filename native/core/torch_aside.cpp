@@ -139,15 +139,13 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
     target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
   }
   std::vector<CacheMap::Pages> owners = cache_.pages();
-  for (CacheMap::Pages& one : owners) {
-    one.peak = emptied_ ? one.lesser_peak : one.peak;
-  }
   std::sort(owners.begin(), owners.end(),
             [](const auto& one, const auto& other) { return one.peak < other.peak; });
   for (const CacheMap::Pages& one : owners) {
     const Bytes room = target - std::min(target, cache_.usage().reserved + small);
     const bool last = &one == &owners.back();
-    const Bytes lost = last ? kUnlimited : one.peak - std::min(one.peak, one.mapped);
+    const Bytes peak_of_step = emptied_ ? one.lesser_peak : one.peak;
+    const Bytes lost = last ? kUnlimited : peak_of_step - std::min(peak_of_step, one.mapped);
     const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
     if (whole > 0 && map_free(whole, one.owner)) {
       released -= std::min(released, whole);

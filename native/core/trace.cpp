@@ -277,8 +277,10 @@ bool Trace::measured(const StepToTime& of, const StepTimes& times, LaneRates& kn
     const std::uint64_t spent = times.all_ns - times.points.back().ns;
     const bool first = trials.best_ns() == 0;
     if (trials.took(ran, times.all_ns, spent) || tried_all()) {
-      const bool tried = trials.tries_first_of_all() && kept_first_of_all();
-      if (!tried && !(first && ranks && tries_first_of_all())) {
+      const bool kept = trials.tries_first_of_all() && kept_first_of_all();
+      if (kept) {
+        watch.wait_until(step + kOthersSettle);
+      } else if (!(first && ranks && tries_first_of_all())) {
         try_another();
       }
     }
@@ -437,7 +439,7 @@ bool Trace::tries_first_of_all() {
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
   RunPlan least(moving_least(step));
-  if (!is_not_moved() || takes(forecast(step, least.fates)) > little() || least == plan()) {
+  if (!is_not_moved() || takes(forecast(step, least.fates)) > little()) {
     return false;
   }
   use(least);
@@ -450,6 +452,7 @@ bool Trace::tries_first_of_all() {
 bool Trace::kept_first_of_all() {
   if (static_cast<double>(trials.spent_ns()) <= little()) {
     timed = kTimed;
+    use(trials.keep_first_of_all());
     return true;
   }
   trials.refuse_first_of_all();

@@ -176,8 +176,9 @@ struct Trace {
   Bytes memory() const;  // of the host, that it takes
 
   static constexpr int kTimed = 64;
-  static constexpr std::uint32_t kPays = 3;  // steps from here on pay for a change of plan
-  static constexpr int kCutOff = 16;         // then none will be measured whole
+  static constexpr std::uint32_t kPays = 3;           // steps from here on pay for a change of plan
+  static constexpr std::uint32_t kOthersSettle = 64;  // steps; other ranks may take so many
+  static constexpr int kCutOff = 16;                  // then none will be measured whole
   // No more plans are tried; nor is any where steps cannot be measured.
   bool tried_all() const { return timed >= kTimed; }
   bool settled() const { return tried_all() || cut_off >= kCutOff; }

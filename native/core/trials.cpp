@@ -86,8 +86,18 @@ void Trials::begin_first_of_all(RunPlan plan, std::uint32_t id) {
   first_of_all_ = true;
 }
 
+const RunPlan& Trials::keep_first_of_all() {
+  Tried kept = std::move(all_[now_]);
+  all_.clear();
+  all_.push_back(std::move(kept));
+  now_ = 0;
+  first_of_all_ = false;
+  return all_.front().plan;
+}
+
 void Trials::refuse_first_of_all() {
   all_.resize(1);
+  all_.front().preferred = false;
   now_ = 0;
   steps_ = returns_ = 0;
   last_ns_ = 0;

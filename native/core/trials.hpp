@@ -52,9 +52,10 @@ class Trials {
   // that did the same, and by no more than a 32nd: where the host is what a step waits for, and not
   // equally in each, two or three say too little.
   void prefer() { all_[now_].preferred = true; }
-  // A plan that is kept, or is as if it had not been tried.
+  // A plan that is kept, and then is the best, or is as if it had not been tried.
   void begin_first_of_all(RunPlan plan, std::uint32_t id);
   bool tries_first_of_all() const { return first_of_all_; }
+  const RunPlan& keep_first_of_all();  // as its fastest step ran
   void refuse_first_of_all();
   // Whether any is preferred; whether the best is.
   bool prefers() const;
@@ -76,8 +77,10 @@ class Trials {
   // The one that took the least; empty before the first.
   const RunPlan& best() const;
   std::uint64_t best_ns() const;
-  // Of the plan in use.
-  std::uint64_t spent_ns() const { return all_[now_].takes().spent_ns; }
+  // Of the plan in use; all there is before its first step.
+  std::uint64_t spent_ns() const {
+    return all_[now_].newest.empty() ? ~std::uint64_t{0} : all_[now_].takes().spent_ns;
+  }
   // What the best one's steps spend: all that another plan could save. The rest of their time is
   // computing, the host's, and whatever else comes and goes.
   std::uint64_t best_spent_ns() const;

@@ -221,6 +221,16 @@ Trace moves_what_it_could_drop() {
   return trace;
 }
 
+// The plan that is tried then.
+Trace moves_least() {
+  Trace other = moves_what_it_could_drop();
+  LaneRates rates;
+  other.measured(other.to_time(), times_of(other.to_time(), 2'000'000), rates, 1, true);
+  Trace trace = moves_what_it_could_drop();
+  trace.use(other.plan());
+  return trace;
+}
+
 TEST(
     "with ranks, in torch's cache, what moves least is tried first, and kept if it spends little") {
   for (const bool ranks : {false, true}) {
@@ -229,32 +239,46 @@ TEST(
     trace.measured(trace.to_time(), times_of(trace.to_time(), 2'000'000), rates, 1, ranks);
     CHECK_EQ(trace.trials.tries_first_of_all(), ranks);
     CHECK(!ranks || trace.entries[1].dropped);
-    for (std::uint32_t step = 2; step < 6 && ranks; ++step) {  // it has computed longer, too
+    for (std::uint32_t step = 2; step < 6 && ranks; ++step) {  // others hold it up
       StepTimes times = times_of(trace.to_time(), 1000);
-      times.points.back().ns += 1'000'000;
-      times.all_ns += 1'000'000;
+      times.points.back().ns += 3'000'000;
+      times.all_ns += 3'000'000;
       trace.measured(trace.to_time(), times, rates, step, ranks);
     }
     CHECK_EQ(trace.tried_all(), ranks);
     CHECK(!ranks || trace.entries[1].dropped);
+    CHECK(!ranks || trace.trials.best_spent_ns() == 1000);  // what it is watched by
   }
 }
 
-TEST("with ranks, where what moves least spends much it is as if it had not been tried") {
-  Trace trace = moves_what_it_could_drop();
+TEST("with ranks, what steps do is kept where that moves least already, and spends little") {
+  Trace trace = moves_least();
+  const RunPlan plan = trace.plan();
   LaneRates rates;
-  trace.measured(trace.to_time(), times_of(trace.to_time(), 2'000'000), rates, 1, true);
-  CHECK(trace.trials.tries_first_of_all());
-  const std::uint32_t plans = trace.plans;
-  std::uint32_t step = 2;
-  for (; step < 10 && trace.trials.tries_first_of_all(); ++step) {
-    trace.measured(trace.to_time(), times_of(trace.to_time(), 9'000'000), rates, step, true);
+  for (std::uint32_t step = 1; step < 6; ++step) {
+    trace.measured(trace.to_time(), times_of(trace.to_time(), 1000), rates, step, true);
   }
-  CHECK(step < 10);
-  CHECK(!trace.tried_all());
-  CHECK(!trace.trials.prefers());
-  CHECK(trace.plans > plans);  // what its steps still tell is no other plan's
-  CHECK(trace.begins_plan);
+  CHECK(trace.tried_all());
+  CHECK(trace.plan() == plan);
+}
+
+TEST("with ranks, where what moves least spends much it is as if it had not been tried") {
+  for (const bool already : {false, true}) {
+    Trace trace = already ? moves_least() : moves_what_it_could_drop();
+    LaneRates rates;
+    trace.measured(trace.to_time(), times_of(trace.to_time(), 2'000'000), rates, 1, true);
+    CHECK(trace.trials.tries_first_of_all());
+    const std::uint32_t plans = trace.plans;
+    std::uint32_t step = 2;
+    for (; step < 10 && trace.trials.tries_first_of_all(); ++step) {
+      trace.measured(trace.to_time(), times_of(trace.to_time(), 9'000'000), rates, step, true);
+    }
+    CHECK(step < 10);
+    CHECK(!trace.tried_all());
+    CHECK(!trace.trials.prefers());
+    CHECK(trace.plans > plans);  // what its steps still tell is no other plan's
+    CHECK(trace.begins_plan);
+  }
 }
 
 TEST("what a step took counts for the plan that it began with, or for none") {
