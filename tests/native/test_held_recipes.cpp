@@ -296,8 +296,8 @@ TEST("FSDP2: what moves least is tried dropping at once, too") {
   }
 }
 
-// Where gradients are reduced in memory of another stream, as without a pool. 1.17 where that
-// passed for what steps need there: two benchmarks' steps had it in between.
+// As steps without a pool have, whose gradients are reduced in memory of another stream. 1.17 where
+// that passes for what steps in the pool need there.
 TEST(
     "FSDP2: after steps outside of pools, that had more on another stream, steps take what they "
     "took") {
