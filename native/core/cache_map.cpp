@@ -55,7 +55,7 @@ void CacheMap::snapshot() {
   segments_.clear();
   lives_.clear();
   holes_.clear();
-  pages_.clear();
+  large_.clear();
   streams_.clear();
   aside_.clear();
   releasable_ = 0;
@@ -165,7 +165,7 @@ void CacheMap::add_segment(const CacheEvent& event) {
     small_peak_ = std::max(small_peak_, small_);
   }
   expandable_ |= segment.expandable;
-  add_pages(segment, event.bytes);
+  add_large(segment, event.bytes);
   add_to_stream(segment, event.bytes);
   add_releasable(segment, segment.bytes);
   Address base = event.address;
@@ -207,7 +207,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
   usage_.reserved -= std::min(usage_.reserved, event.bytes);
   small_ -= found->second.small ? std::min(small_, event.bytes) : 0;
   remove_releasable(found->second, event.bytes);
-  remove_pages(found->second, event.bytes);
+  remove_large(found->second, event.bytes);
   remove_from_stream(found->second, event.bytes);
   const Address base = found->first;
   const Segment segment = found->second;
@@ -399,7 +399,7 @@ void CacheMap::begin_step() {
   young_.clear();
   marks_young_ = true;
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
-  begin_pages();
+  begin_large();
   begin_streams();
 }
 

@@ -136,19 +136,21 @@ class CacheMap {
     Bytes bytes = 0;
   };
   Hole largest_hole();
-  // What is mapped in expandable segments for large blocks of the default pool, by owner, and at
-  // most was from when the step before began to when this one did; and in that time or the same of
-  // the step before that one, whichever was less.
-  struct Pages {
+  // What is mapped in segments for large blocks of the default pool, by owner, and at most was from
+  // when the step before began to when this one did; and in that time or the same of the step
+  // before that one, whichever was less.
+  struct Large {
     Owner owner;
     Bytes mapped = 0;
     Bytes peak = 0;
     Bytes lesser_peak = 0;
   };
-  std::vector<Pages> pages();
-  // The owner finds no hole in its pages, and grows next. What it has now and what it grows by
-  // count as its peak, though free pages go back before.
-  void lacks_pages(const Owner& owner);
+  std::vector<Large> large();
+  // Whether torch has made expandable segments.
+  bool by_pages();
+  // The owner finds no hole in its large segments, and grows next. What it has now and what it
+  // grows by count as its peak, though free memory goes back before.
+  void lacks_hole(const Owner& owner);
   // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
   // any but the default pool for as long as the pool lives.
   Bytes releasable();
@@ -177,7 +179,7 @@ class CacheMap {
     Bytes live = 0;
 
     bool releasable() const { return owner.pool == Owner{}.pool; }
-    bool has_pages() const { return expandable && !small && releasable(); }
+    bool counts_as_large() const { return !small && releasable(); }
   };
   struct Order {  // of a block among those since the step began
     std::uint64_t serial = 0;
@@ -206,9 +208,9 @@ class CacheMap {
   void add_releasable(const Segment& segment, Bytes bytes);
   void remove_releasable(const Segment& segment, Bytes bytes);
   // cache_map_pages.cpp
-  void add_pages(const Segment& segment, Bytes bytes);
-  void remove_pages(const Segment& segment, Bytes bytes);
-  void begin_pages();
+  void add_large(const Segment& segment, Bytes bytes);
+  void remove_large(const Segment& segment, Bytes bytes);
+  void begin_large();
   void add_to_stream(const Segment& segment, Bytes bytes);
   void remove_from_stream(const Segment& segment, Bytes bytes);
   void begin_streams();
@@ -230,13 +232,13 @@ class CacheMap {
   Bytes small_peak_ = 0;                // since the step began
   std::array<Bytes, 2> small_peaks_{};  // of the last two
   bool expandable_ = false;             // torch has made expandable segments
-  struct PageCount {
+  struct LargeCount {
     Bytes mapped = 0;
     Bytes peak = 0;                              // since the step began
     std::array<Bytes, 2> before{0, kUnlimited};  // in the two steps before
     Bytes lacking = 0;  // what was mapped when it found no hole; 0 once it has grown
   };
-  std::pmr::map<Owner, PageCount> pages_{&nodes_};
+  std::pmr::map<Owner, LargeCount> large_{&nodes_};
   struct StreamCount {  // of segments of large blocks, whatever pool they are in
     Bytes mapped = 0;
     Bytes peak = 0;                 // since the step began

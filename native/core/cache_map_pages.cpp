@@ -1,5 +1,5 @@
-// What the engine itself has torch hand out, and how much of expandable segments, and of all, each
-// stream has.
+// What the engine itself has torch hand out, and how much each stream has of segments for large
+// blocks.
 #include <algorithm>
 #include <utility>
 
@@ -26,45 +26,50 @@ void CacheMap::set_aside(Address address, Bytes allocated_peak_before) {
   forget_request(allocated_peak_before);
 }
 
-void CacheMap::add_pages(const Segment& segment, Bytes bytes) {
-  if (segment.has_pages()) {
-    PageCount& count = pages_[segment.owner];
+void CacheMap::add_large(const Segment& segment, Bytes bytes) {
+  if (segment.counts_as_large()) {
+    LargeCount& count = large_[segment.owner];
     count.mapped += bytes;
     count.peak = std::max({count.peak, count.mapped, std::exchange(count.lacking, 0) + bytes});
   }
 }
 
-void CacheMap::remove_pages(const Segment& segment, Bytes bytes) {
-  if (segment.has_pages()) {
-    Bytes& mapped = pages_[segment.owner].mapped;
+void CacheMap::remove_large(const Segment& segment, Bytes bytes) {
+  if (segment.counts_as_large()) {
+    Bytes& mapped = large_[segment.owner].mapped;
     mapped -= std::min(mapped, bytes);
   }
 }
 
-void CacheMap::begin_pages() {
-  for (auto one = pages_.begin(); one != pages_.end();) {
-    PageCount& count = one->second;
+void CacheMap::begin_large() {
+  for (auto one = large_.begin(); one != large_.end();) {
+    LargeCount& count = one->second;
     const Bytes before = count.before.front() != 0 ? count.before.front() : kUnlimited;
     count.before = {std::exchange(count.peak, count.mapped), before};
     count.lacking = 0;
     one =
-        count.before.front() == 0 ? pages_.erase(one) : std::next(one);  // it may never come again
+        count.before.front() == 0 ? large_.erase(one) : std::next(one);  // it may never come again
   }
 }
 
-std::vector<CacheMap::Pages> CacheMap::pages() {
+std::vector<CacheMap::Large> CacheMap::large() {
   const Lock lock(mutex_);
-  std::vector<Pages> all;
-  for (const auto& [owner, count] : pages_) {
+  std::vector<Large> all;
+  for (const auto& [owner, count] : large_) {
     const auto& [before, earlier] = count.before;
     all.push_back({owner, count.mapped, before, std::min(before, earlier)});
   }
   return all;
 }
 
-void CacheMap::lacks_pages(const Owner& owner) {
+bool CacheMap::by_pages() {
   const Lock lock(mutex_);
-  if (const auto found = pages_.find(owner); found != pages_.end()) {
+  return expandable_;
+}
+
+void CacheMap::lacks_hole(const Owner& owner) {
+  const Lock lock(mutex_);
+  if (const auto found = large_.find(owner); found != large_.end()) {
     found->second.lacking = found->second.mapped;
   }
 }

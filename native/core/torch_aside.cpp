@@ -7,11 +7,16 @@
 #include "core/torch_store.hpp"
 
 namespace stagehand::core {
+namespace {
+
+constexpr Bytes whole_pages(Bytes bytes) { return bytes / CacheMap::kPage * CacheMap::kPage; }
+
+}  // namespace
 
 // The request finds no hole, and pages go back for it. With segments of their own sizes nothing is
 // known to be gained by setting one aside.
 void TorchStore::lacked(Bytes request, const CacheMap::Owner& owner) {
-  cache_.lacks_pages(owner);
+  cache_.lacks_hole(owner);
   const std::uint64_t plan = d_.plan.in_use();
   if (sight_.runs == 1 && request > kSmallLimit && plan != 0) {
     ahead_.lacked(plan, {d_.plan.place(), request, owner}, d_.books.step());
@@ -121,10 +126,12 @@ bool TorchStore::end_aside() {
 // another plan (TorchStore::begin_step). Free memory of expandable segments lies in pieces between
 // gaps. It goes back, and as much is mapped in one piece for each stream: for the one that had
 // most, whose records leave, what the others have left of the budget; for those as much as they had
-// at most in that step, since they would have to take it from the first one again. Where the
-// program has emptied the cache since, something else may have run, and had more there: then the
-// lesser of two steps. Here the GPU has been waited for, so that no copy out is under way, beside
-// which it takes the driver thirty times as long to open access to a page.
+// at most in that step, since they would have to take it from the first one again. Without
+// expandable segments that piece is one segment, in which neighbours that leave make a hole
+// wherever they are (TorchStore::maps_whole). Where the program has emptied the cache since,
+// something else may have run, and had more there: then the lesser of two steps. Here the GPU has
+// been waited for, so that no copy out is under way, beside which it takes the driver thirty times
+// as long to open access to a page.
 Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
   const Unlocked unlocked(entry);
   const Bytes peak = cache_.usage().allocated_peak;
@@ -138,21 +145,53 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
       driver::kSuccess) {  // others use it too
     target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
   }
-  std::vector<CacheMap::Pages> owners = cache_.pages();
-  std::sort(owners.begin(), owners.end(),
-            [](const auto& one, const auto& other) { return one.peak < other.peak; });
-  for (const CacheMap::Pages& one : owners) {
-    const Bytes room = target - std::min(target, cache_.usage().reserved + small);
-    const bool last = &one == &owners.back();
-    const Bytes peak_of_step = emptied_ ? one.lesser_peak : one.peak;
-    const Bytes lost = last ? kUnlimited : peak_of_step - std::min(peak_of_step, one.mapped);
-    const Bytes whole = std::min(lost, room) / CacheMap::kPage * CacheMap::kPage;
-    if (whole > 0 && map_free(whole, one.owner)) {
-      released -= std::min(released, whole);
-    }
+  if (!cache_.by_pages() && !cuts_) {  // tried once, with room for a segment more
+    const Bytes trial = whole_pages(cache_.largest_hole().bytes) + CacheMap::kPage;
+    const Bytes mapped = map_for_owners(target - std::min(target, trial + small));
+    cuts_ = mapped > 0 && tries_to_cut(trial);
+    tight_ = mapped > 0 && !cuts_ ? kUnlimited : tight_;
+    released = release_cached().value_or(0);
+  }
+  whole_ = !cache_.by_pages() && cuts_;
+  if (cache_.by_pages() || whole_) {
+    const Bytes mapped = map_for_owners(target - std::min(target, small));
+    released -= std::min(released, mapped);
   }
   cache_.forget_request(peak);
   return released;
+}
+
+// In all so much at most is reserved then. Returns how much was mapped. Without the lock.
+Bytes TorchStore::map_for_owners(Bytes most) {
+  std::vector<CacheMap::Large> owners = cache_.large();
+  std::sort(owners.begin(), owners.end(),
+            [](const auto& one, const auto& other) { return one.peak < other.peak; });
+  Bytes mapped = 0;
+  for (const CacheMap::Large& one : owners) {
+    const Bytes room = most - std::min(most, cache_.usage().reserved);
+    const bool last = &one == &owners.back();
+    const Bytes peak_of_step = emptied_ ? one.lesser_peak : one.peak;
+    const Bytes lost = last ? kUnlimited : peak_of_step - std::min(peak_of_step, one.mapped);
+    const Bytes whole = whole_pages(std::min(lost, room));
+    if (whole > 0 && map_free(whole, one.owner)) {
+      mapped += whole;
+    }
+  }
+  return mapped;
+}
+
+// Whether torch serves a request from the largest segment, which is free: not where
+// PYTORCH_ALLOC_CONF has max_split_size_mb. `bytes` are more than any other hole has. Without the
+// lock.
+bool TorchStore::tries_to_cut(Bytes bytes) {
+  const CacheMap::Hole hole = cache_.largest_hole();
+  HeldStorage held;
+  if (hole.bytes < bytes || !held_.side().make(d_.number, bytes, hole.owner.stream, true, &held)) {
+    return false;
+  }
+  const bool cut = cache_.largest_hole().bytes != hole.bytes;
+  held_.side().drop(held.storage);
+  return cut;
 }
 
 // So much free memory for one owner. Without the lock.
@@ -176,8 +215,8 @@ void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
   const std::optional<CacheMap::Owner> owner = cache_.owner_of(record->block->address);
   refresh();
   const Bytes there = d_.counters.mapped + room_for_small();
-  const Bytes whole = (target - std::min(target, there)) / CacheMap::kPage * CacheMap::kPage;
-  if (whole == 0 || !owner || cache_.pages().empty()) {
+  const Bytes whole = whole_pages(target - std::min(target, there));
+  if (whole == 0 || !owner || !cache_.by_pages()) {
     return;
   }
   const Bytes peak = cache_.usage().allocated_peak;

@@ -449,7 +449,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
     look = d_.gate.turn() != turn;  // the lock was given up: all may be elsewhere
   }
   // Torch grows above the ceiling, then: by the least.
-  cache_.lacks_pages(owner);
+  cache_.lacks_hole(owner);
   look_at_cache(owner);
   due.release_segments = can_release() && sight_.releasable > 0;
   start_anew_ |= due.release_segments && repeats;
@@ -492,7 +492,7 @@ void TorchStore::evict_down(Entry& entry) {
       break;
     }
   }
-  if (over > 0 || first_step_) {  // what a MemPool cannot use must not be in its way
+  if (over > 0 || pool_waits_) {  // what a MemPool cannot use must not be in its way
     look_at_cache({});
     d_.gate.due().release_segments = can_release() && sight_.releasable > 0;
   }

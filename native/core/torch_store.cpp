@@ -334,11 +334,16 @@ bool TorchStore::begin_step(Bytes target) {
     cache_.forget_kept();
   }
   refresh();
-  over_at_entry_ = d_.counters.overshoot_bytes;
+  const bool over = std::exchange(over_at_entry_, d_.counters.overshoot_bytes) != over_at_entry_;
+  if (over && std::exchange(whole_, false)) {
+    tight_ = d_.budget.high;
+    start_anew_ = true;
+  }
   // What the optimizer has left free in the default pool can serve nothing in a MemPool: where
   // something had to leave for want of room, it goes back.
-  squeezed_ =
-      std::exchange(evicted_at_entry_, d_.counters.evicted_bytes) != d_.counters.evicted_bytes;
+  squeezed_ = has_left();
+  left_at_entry_ = left();
+  pressed_ |= squeezed_;
   serve_apart();
   const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   // What the program has given back since that step would be mapped again a request at a time, in
@@ -349,11 +354,15 @@ bool TorchStore::begin_step(Bytes target) {
   // Without expandable segments that would be mapped again a request at a time.
   const bool own = d_.plan.takes_other_plan() && d_.plan.far_from_free() && !d_.plan.varies() &&
                    segments_.newest() == MemPoolSegments::Pool{} && d_.weights.standing().empty() &&
-                   !cache_.pages().empty();
+                   cache_.by_pages();
   anew_ = std::exchange(start_anew_, false) || aside || emptied_ || own;
   return emptied_ || ((d_.counters.mapped > target || anew_) &&
                       (cache_.releasable() > 0 || segments_.has_free_piece()));
 }
+
+Bytes TorchStore::left() const { return d_.counters.evicted_bytes + d_.counters.dropped_bytes; }
+
+bool TorchStore::has_left() const { return left() != left_at_entry_; }
 
 // What is kept for backward, or weights, is no survivor. The streams are never destroyed: torch
 // keeps blocks by their handles.
@@ -383,10 +392,34 @@ void TorchStore::end_step() {
   reserved_at_end_ = cache_.usage().reserved;
   route_.set_needed(false);
   cache_.set_mark(kUnlimited);
-  // What the first step has left free is not for the optimizer's state to lie in.
-  const bool first = std::exchange(first_step_, false);
-  d_.gate.due().release_segments |= first && d_.plan.moment() > 0;
+  // From the next step on a MemPool serves: what this one has left free is not for the optimizer's
+  // state to lie in.
+  const bool waited = std::exchange(pool_waits_, false);
+  d_.gate.due().release_segments |= waited && has_left() && d_.plan.moment() > 0;
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
+}
+
+// Whether what is free is mapped again in one piece, or each request gets a segment of its own. One
+// segment has no walls, but gives nothing back before all of it is free. So without expandable ones
+// each request has its own where other streams take more than what is left for them, where weights
+// lie between what leaves, and where a step had little room beside what is live, or went over.
+bool TorchStore::maps_whole() {
+  if (cache_.by_pages()) {
+    return true;
+  }
+  const Bytes request = d_.plan.newest_largest_request();
+  const bool room = fits_under(d_.plan.newest_live_peak(), 2 * request + request / 2, d_.ceiling());
+  if (!room || d_.budget.high <= tight_ || held_.side().triggers == 0 ||
+      segments_.newest() != MemPoolSegments::Pool{} || !d_.weights.standing().empty()) {
+    return false;
+  }
+  Bytes all = 0;
+  Bytes most = 0;
+  for (const CacheMap::Large& one : cache_.large()) {
+    all += one.peak;
+    most = std::max(most, one.peak);
+  }
+  return most >= but_for_others(all);
 }
 
 // torch gives back all that is free, or nothing. What the step needs again would have to be mapped
@@ -403,7 +436,7 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   const Bytes stays = std::min(hole.bytes, but_for_others(most));
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
-  if (anew_ && !cache_.pages().empty()) {
+  if (anew_ && maps_whole()) {
     released = map_whole(entry, target);
   } else {
     const Unlocked unlocked(entry);
@@ -434,18 +467,19 @@ bool TorchStore::outgrown(const MemPoolSegments::Pool& pool, Bytes high) {
          usage.free > usage.reserved / 2;
 }
 
-// No plan has room for what the first step asks for, and what it cuts, or goes over `high` by,
-// would stay in a MemPool: the default pool serves it. What that has left free goes back then.
+// Where nothing has to leave, the default pool serves: what it has free would serve nothing in a
+// MemPool. So it does in the first step that is pressed: no plan has room for what that asks for,
+// and what it cuts, or goes over `high` by, would stay in a MemPool. What is free then goes back.
 bool TorchStore::may_serve(Entry& entry) {
   if (held_.side().route == nullptr) {
     return true;  // torch was told by Python
   }
-  first_step_ = !d_.plan.learned();
-  if (!first_step_ && !cache_.has_pool(segments_.newest()) && cache_.releasable() >= kAside) {
+  pool_waits_ = !pressed_ || !d_.plan.learned();
+  if (!pool_waits_ && !cache_.has_pool(segments_.newest()) && cache_.releasable() >= kAside) {
     const Unlocked unlocked(entry);
     release_cached();
   }
-  return !first_step_;
+  return !pool_waits_;
 }
 
 // One segment of all it may have, so that what leaves side by side makes room for any request. A

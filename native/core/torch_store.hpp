@@ -66,7 +66,8 @@ class TorchStore final : public Store {
   PoolRoute& route() { return route_; }
   // Whether a step that may use `high` should begin with a new MemPool instead of this one.
   bool outgrown(const MemPoolSegments::Pool& pool, Bytes high);
-  // Whether the newest MemPool may serve the step that begins: not the first that there is.
+  // Whether the newest MemPool may serve the step that begins: from the second one in which
+  // something has to leave.
   bool may_serve(Entry& entry);
   // It does, and has its first segment made where the step is known not to fit.
   void entered_pool(Entry& entry, driver::Stream stream);
@@ -152,6 +153,11 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
+  Bytes left() const;     // all that has left, by a copy or dropped
+  bool has_left() const;  // any of it since the pool was entered
+  bool maps_whole();
+  Bytes map_for_owners(Bytes most);
+  bool tries_to_cut(Bytes bytes);
   Bytes map_whole(Entry& entry, Bytes target);
   bool map_free(Bytes bytes, const CacheMap::Owner& owner);
 
@@ -182,7 +188,7 @@ class TorchStore final : public Store {
   std::vector<Address> departing_;  // scratch of look_at_cache
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
-  Bytes evicted_at_entry_ = 0;      // evicted bytes then
+  Bytes left_at_entry_ = 0;         // how much had left then
   Bytes reserved_at_end_ = 0;       // torch's when the step before ended
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back
@@ -190,7 +196,11 @@ class TorchStore final : public Store {
   bool anew_ = false;               // as it does now
   bool emptied_ = false;            // the program has, since the step before
   bool squeezed_ = false;           // in the step before something had to leave
-  bool first_step_ = false;         // a MemPool waits until it is over
+  bool whole_ = false;              // what was free was mapped in one segment, not expandable
+  bool cuts_ = false;               // torch is known to cut such a segment
+  Bytes tight_ = 0;                 // with so much for `high` a step in it went over
+  bool pressed_ = false;            // in any step
+  bool pool_waits_ = false;         // there is a MemPool that does not serve this step
   bool saving_ = false;             // nothing has been asked for in this step
 };
 

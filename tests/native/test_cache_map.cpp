@@ -499,7 +499,7 @@ TEST("an expandable segment of small blocks has no holes, and counts as reserved
 
 // "now/at most in the step before" of the only owner.
 std::string pages_of(Map& map) {
-  const std::vector<CacheMap::Pages> all = map.pages();
+  const std::vector<CacheMap::Large> all = map.large();
   return all.size() != 1 ? std::to_string(all.size()) + " owners"
                          : std::to_string(all.front().mapped >> 20) + "/" +
                                std::to_string(all.front().peak >> 20);
@@ -527,7 +527,7 @@ TEST("a stream that finds no hole needs what it has and what it grows by, though
   Map map;
   map.begin_step();
   map.mapped(0, 60_MiB);
-  map.lacks_pages({map.stream, {}});
+  map.lacks_hole({map.stream, {}});
   map.unmapped(20_MiB, 40_MiB);
   map.mapped(100_MiB, 40_MiB);
   map.mapped(140_MiB, 20_MiB);
@@ -541,14 +541,14 @@ TEST("what a stream had in the lesser of two steps is known, where something els
   map.mapped(0, 60_MiB);
   map.alloc(0, 40_MiB);
   map.begin_step();
-  CHECK_EQ(map.pages().front().lesser_peak, 60_MiB);  // there was one step
+  CHECK_EQ(map.large().front().lesser_peak, 60_MiB);  // there was one step
   map.mapped(60_MiB, 400_MiB);
   map.alloc(40_MiB, 400_MiB);
   map.freed(40_MiB, 400_MiB);
   map.unmapped(60_MiB, 400_MiB);
   map.begin_step();
   CHECK_EQ(pages_of(map), "60/460");
-  CHECK_EQ(map.pages().front().lesser_peak, 60_MiB);
+  CHECK_EQ(map.large().front().lesser_peak, 60_MiB);
 }
 
 TEST("what is set aside does not count as allocated, nor as asked for") {
