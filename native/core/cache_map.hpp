@@ -146,7 +146,7 @@ class CacheMap {
     Bytes lesser_peak = 0;
   };
   std::vector<Large> large();
-  // Whether torch has made expandable segments.
+  // Whether the newest segment for large blocks of the default pool is expandable.
   bool by_pages();
   // The owner finds no hole in its large segments, and grows next. What it has now and what it
   // grows by count as its peak, though free memory goes back before.
@@ -239,6 +239,7 @@ class CacheMap {
     Bytes lacking = 0;  // what was mapped when it found no hole; 0 once it has grown
   };
   std::pmr::map<Owner, LargeCount> large_{&nodes_};
+  bool by_pages_ = false;
   struct StreamCount {  // of segments of large blocks, whatever pool they are in
     Bytes mapped = 0;
     Bytes peak = 0;                 // since the step began

@@ -28,6 +28,7 @@ void CacheMap::set_aside(Address address, Bytes allocated_peak_before) {
 
 void CacheMap::add_large(const Segment& segment, Bytes bytes) {
   if (segment.counts_as_large()) {
+    by_pages_ = segment.expandable;
     LargeCount& count = large_[segment.owner];
     count.mapped += bytes;
     count.peak = std::max({count.peak, count.mapped, std::exchange(count.lacking, 0) + bytes});
@@ -64,7 +65,7 @@ std::vector<CacheMap::Large> CacheMap::large() {
 
 bool CacheMap::by_pages() {
   const Lock lock(mutex_);
-  return expandable_;
+  return by_pages_;
 }
 
 void CacheMap::lacks_hole(const Owner& owner) {

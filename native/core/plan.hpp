@@ -222,12 +222,12 @@ class Plan {
   // Live memory that the last two steps of this kind inside this very budget needed at once, where
   // it is above `high`; 0 where it is not. No eviction can hold less.
   Bytes unavoidable() const;
-  // Of the newest step that was learned: the most that was live, and the largest request. 0
-  // without.
-  Bytes newest_live_peak() const { return traces_.empty() ? 0 : traces_.front()->live_peak; }
-  Bytes newest_largest_request() const {
-    return traces_.empty() ? 0 : traces_.front()->largest_request;
-  }
+  // Of all steps that are remembered: the most that was live, and the largest request. 0 without.
+  struct Peaks {
+    Bytes live = 0;
+    Bytes request = 0;
+  };
+  Peaks peaks() const;
 
  private:
   static constexpr std::size_t kTraces = 8;

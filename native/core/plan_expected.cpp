@@ -268,6 +268,14 @@ Bytes Plan::unavoidable() const {
   return least > high_ ? least : 0;
 }
 
+Plan::Peaks Plan::peaks() const {
+  Peaks most;
+  for (const auto& trace : traces_) {
+    most = {std::max(most.live, trace->live_peak), std::max(most.request, trace->largest_request)};
+  }
+  return most;
+}
+
 Plan::Shown Plan::shown() const {
   Shown all;
   if (traces_.empty()) {

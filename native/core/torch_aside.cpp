@@ -133,32 +133,32 @@ bool TorchStore::end_aside() {
 // been waited for, so that no copy out is under way, beside which it takes the driver thirty times
 // as long to open access to a page.
 Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
-  const Unlocked unlocked(entry);
-  const Bytes peak = cache_.usage().allocated_peak;
-  Bytes released = release_cached().value_or(0);
-  // With those of steps before, whether they went back just now or when the program emptied the
-  // cache: a page more or less, and what a plan took in its trials is not what it takes.
-  const Bytes small = room_for_small();
-  std::size_t driver_free = 0;
-  std::size_t total = 0;
-  if (d_.gate.table().mem_get_info(&driver_free, &total) ==
-      driver::kSuccess) {  // others use it too
-    target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
-  }
-  if (!cache_.by_pages() && !cuts_) {  // tried once, with room for a segment more
-    const Bytes trial = whole_pages(cache_.largest_hole().bytes) + CacheMap::kPage;
-    const Bytes mapped = map_for_owners(target - std::min(target, trial + small));
-    cuts_ = mapped > 0 && tries_to_cut(trial);
-    tight_ = mapped > 0 && !cuts_ ? kUnlimited : tight_;
+  Bytes released = 0;
+  Bytes mapped = 0;
+  bool over = false;
+  {
+    const Unlocked unlocked(entry);
+    const Bytes peak = cache_.usage().allocated_peak;
     released = release_cached().value_or(0);
+    // With those of steps before, whether they went back just now or when the program emptied the
+    // cache: a page more or less, and what a plan took in its trials is not what it takes.
+    const Bytes small = room_for_small();
+    std::size_t driver_free = 0;
+    std::size_t total = 0;
+    if (d_.gate.table().mem_get_info(&driver_free, &total) ==
+        driver::kSuccess) {  // others use it too
+      target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
+    }
+    mapped = map_for_owners(target - std::min(target, small));
+    over = mapped > 0 && cache_.usage().reserved > target;
+    cache_.forget_request(peak);
   }
-  whole_ = !cache_.by_pages() && cuts_;
-  if (cache_.by_pages() || whole_) {
-    const Bytes mapped = map_for_owners(target - std::min(target, small));
-    released -= std::min(released, mapped);
+  if (!cache_.by_pages()) {
+    ++times_whole_;
+    whole_ = mapped > 0;
+    tight_ = over ? kUnlimited : tight_;  // torch was told to round what is asked for, meanwhile
   }
-  cache_.forget_request(peak);
-  return released;
+  return released - std::min(released, mapped);
 }
 
 // In all so much at most is reserved then. Returns how much was mapped. Without the lock.
@@ -178,20 +178,6 @@ Bytes TorchStore::map_for_owners(Bytes most) {
     }
   }
   return mapped;
-}
-
-// Whether torch serves a request from the largest segment, which is free: not where
-// PYTORCH_ALLOC_CONF has max_split_size_mb. `bytes` are more than any other hole has. Without the
-// lock.
-bool TorchStore::tries_to_cut(Bytes bytes) {
-  const CacheMap::Hole hole = cache_.largest_hole();
-  HeldStorage held;
-  if (hole.bytes < bytes || !held_.side().make(d_.number, bytes, hole.owner.stream, true, &held)) {
-    return false;
-  }
-  const bool cut = cache_.largest_hole().bytes != hole.bytes;
-  held_.side().drop(held.storage);
-  return cut;
 }
 
 // So much free memory for one owner. Without the lock.

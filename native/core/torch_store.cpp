@@ -1,6 +1,8 @@
 #include "core/torch_store.hpp"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 
 #include "core/check.hpp"
@@ -335,8 +337,9 @@ bool TorchStore::begin_step(Bytes target) {
   }
   refresh();
   const bool over = std::exchange(over_at_entry_, d_.counters.overshoot_bytes) != over_at_entry_;
+  const Bytes high_before = std::exchange(high_at_entry_, d_.budget.high);
   if (over && std::exchange(whole_, false)) {
-    tight_ = d_.budget.high;
+    tight_ = std::max(tight_, high_before);
     start_anew_ = true;
   }
   // What the optimizer has left free in the default pool can serve nothing in a MemPool: where
@@ -344,6 +347,11 @@ bool TorchStore::begin_step(Bytes target) {
   squeezed_ = has_left();
   left_at_entry_ = left();
   pressed_ |= squeezed_;
+  raised_ = d_.budget.high - d_.budget.high / 8 > high_before;
+  // What the first step had cut, as it asked for one thing after the other, holds no other's
+  // blocks.
+  start_anew_ |= squeezed_ && !raised_ && !cache_.by_pages() && !whole_ &&
+                 times_whole_ < kTimesWhole && maps_whole();
   serve_apart();
   const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   // What the program has given back since that step would be mapped again a request at a time, in
@@ -399,18 +407,38 @@ void TorchStore::end_step() {
   d_.gate.due().apply_limit |= limit_.want(d_.bytes, d_.bytes);
 }
 
+// torch is told not to cut large blocks, or to round what is asked for.
+bool TorchStore::cuts_otherwise() {
+  for (const char* name : {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}) {
+    const char* value = std::getenv(name);
+    const std::string_view settings = value != nullptr ? value : "";
+    if (settings.find("max_split_size_mb") != settings.npos ||
+        settings.find("roundup_power2_divisions") != settings.npos) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Whether what is free is mapped again in one piece, or each request gets a segment of its own. One
 // segment has no walls, but gives nothing back before all of it is free. So without expandable ones
 // each request has its own where other streams take more than what is left for them, where weights
-// lie between what leaves, and where a step had little room beside what is live, or went over.
+// lie between what leaves, where a step had little room beside what is live, or went over, and in a
+// MemPool, which has one of its own. Smaller requests share segments of torch's anyway.
 bool TorchStore::maps_whole() {
   if (cache_.by_pages()) {
     return true;
   }
-  const Bytes request = d_.plan.newest_largest_request();
-  const bool room = fits_under(d_.plan.newest_live_peak(), 2 * request + request / 2, d_.ceiling());
-  if (!room || d_.budget.high <= tight_ || held_.side().triggers == 0 ||
-      segments_.newest() != MemPoolSegments::Pool{} || !d_.weights.standing().empty()) {
+  constexpr Bytes kAlone = 10_MiB;  // c10's kMinLargeAlloc
+  const Plan::Peaks peaks = d_.plan.peaks();
+  // Free pieces of segments that stay serve some requests, and no larger ones.
+  const Bytes used = d_.counters.occupied + cache_.releasable();
+  const Bytes stuck = d_.counters.mapped - std::min(d_.counters.mapped, used);
+  const Bytes beside = 2 * peaks.request + peaks.request / 2;
+  if (peaks.request < kAlone || !fits_under(peaks.live + stuck / 2, beside, d_.ceiling()) ||
+      d_.budget.high <= tight_ || held_.side().triggers == 0 ||
+      segments_.newest() != MemPoolSegments::Pool{} || !d_.weights.standing().empty() ||
+      cuts_otherwise()) {
     return false;
   }
   Bytes all = 0;
@@ -436,9 +464,10 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   const Bytes stays = std::min(hole.bytes, but_for_others(most));
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;
   Bytes released = 0;
-  if (anew_ && maps_whole()) {
+  if (std::exchange(anew_, false) && maps_whole()) {
     released = map_whole(entry, target);
   } else {
+    whole_ = false;
     const Unlocked unlocked(entry);
     const Bytes peak = cache_.usage().allocated_peak;
     HeldStorage held;
@@ -485,7 +514,7 @@ bool TorchStore::may_serve(Entry& entry) {
 // One segment of all it may have, so that what leaves side by side makes room for any request. A
 // part of it is left for other streams.
 void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
-  if (!squeezed_ || !route_.here() || cache_.has_pool(segments_.newest())) {
+  if (!squeezed_ || raised_ || !route_.here() || cache_.has_pool(segments_.newest())) {
     return;
   }
   refresh();

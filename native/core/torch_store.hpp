@@ -96,6 +96,8 @@ class TorchStore final : public Store {
   const char* broken() const override;
 
  private:
+  // Pools of many budgets that take turns would map it for each step.
+  static constexpr int kTimesWhole = 16;
   // Where torch's memory is, at a miss, as choose_window sees it.
   struct Sight {
     std::vector<CacheMap::Stretch> stretches;
@@ -155,9 +157,9 @@ class TorchStore final : public Store {
   void serve_apart();
   Bytes left() const;     // all that has left, by a copy or dropped
   bool has_left() const;  // any of it since the pool was entered
+  static bool cuts_otherwise();
   bool maps_whole();
   Bytes map_for_owners(Bytes most);
-  bool tries_to_cut(Bytes bytes);
   Bytes map_whole(Entry& entry, Bytes target);
   bool map_free(Bytes bytes, const CacheMap::Owner& owner);
 
@@ -186,6 +188,7 @@ class TorchStore final : public Store {
   std::uint32_t hole_step_ = 0;
   std::vector<Record*> victims_;    // scratch of evict_window and choose_small
   std::vector<Address> departing_;  // scratch of look_at_cache
+  Bytes high_at_entry_ = 0;         // `high` then
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
   Bytes left_at_entry_ = 0;         // how much had left then
@@ -196,9 +199,10 @@ class TorchStore final : public Store {
   bool anew_ = false;               // as it does now
   bool emptied_ = false;            // the program has, since the step before
   bool squeezed_ = false;           // in the step before something had to leave
+  bool raised_ = false;             // `high` is a good part more than it was in that step
   bool whole_ = false;              // what was free was mapped in one segment, not expandable
-  bool cuts_ = false;               // torch is known to cut such a segment
-  Bytes tight_ = 0;                 // with so much for `high` a step in it went over
+  Bytes tight_ = 0;                 // with so much for `high`, or less, a step in it went over
+  int times_whole_ = 0;             // it was
   bool pressed_ = false;            // in any step
   bool pool_waits_ = false;         // there is a MemPool that does not serve this step
   bool saving_ = false;             // nothing has been asked for in this step

@@ -5,6 +5,7 @@ Every test that trains compares each loss and gradient with a step without a poo
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -41,17 +42,33 @@ def on_a_thread(job: Callable[[], Any]) -> Any:
     return found[0]
 
 
+def small_step(pool: Any, x: Tensor) -> None:
+    with pool:
+        y = x * 2
+        for _ in range(3):
+            y = y.sin()
+        loss = y.sum()
+    loss.backward()
+    x.grad = None
+
+
+@functools.cache
+def pressed() -> None:
+    """A step in which something has to leave: from the next one on a MemPool serves."""
+    pool = budget_on_torch("mempool", 192 * MIB)
+    small_step(pool, torch.ones(16 * MIB, device="cuda", requires_grad=True))
+    assert pool.stats().evicted_bytes > 0
+
+
 def mem_pool(**settings: Any) -> Any:
-    """A pool that serves: one step is known, as without it torch's default pool serves."""
+    """A pool that serves."""
     import stagehand_alloc
 
+    pressed()
     pool = stagehand_alloc.pool(mode="mempool", **settings)
     x = torch.ones(MIB, device="cuda", requires_grad=True)
     for _ in range(2):
-        with pool:
-            loss = (x * 2).pow(2).sum()
-        loss.backward()
-        x.grad = None
+        small_step(pool, x)
     return pool
 
 
@@ -96,10 +113,24 @@ def test_without_pressure_the_process_reserves_what_it_does_without_a_pool(
     assert one_step(model, x, pool) == expected
 
 
+def test_until_something_has_to_leave_the_mem_pool_serves_nobody(torch_books: None) -> None:
+    import stagehand_alloc
+
+    model, x = mlp(1024, 12), rows(8192, 1024)
+    expected = one_step(model, x)
+    plain = peak_of(model, x)
+    pool = stagehand_alloc.pool(mode="mempool")
+    assert peak_of(model, x, pool) <= 1.03 * plain
+    with pool:
+        assert fresh() == DEFAULT
+    assert one_step(model, x, pool) == expected
+
+
 def test_what_was_free_before_the_first_entry_goes_back(torch_books: None) -> None:
     model, x = mlp(1024, 12), rows(8192, 1024)
     plain = peak_of(model, x)
     settled()
+    pressed()
     torch.cuda.reset_peak_memory_stats()
     torch.empty(plain // 2, dtype=torch.uint8, device="cuda")
     pool = mem_pool()
@@ -258,6 +289,7 @@ def test_a_pool_may_go_inside_a_mem_pool_of_the_users(torch_books: None) -> None
     model, x = mlp(), rows()
     expected = one_step(model, x)
     theirs = torch.cuda.MemPool()
+    pressed()
     with torch.cuda.use_mem_pool(theirs):
         pool = mem_pool()
         with torch.no_grad(), pool:

@@ -187,6 +187,20 @@ bool FakeTorch::allocate(Bytes bytes, driver::Stream stream, bool quiet, Address
   return true;
 }
 
+Bytes FakeTorch::largest_segment() const {
+  Bytes largest = 0;
+  for (const auto& [address, segment] : segments_) {
+    largest = std::max(largest, segment.mapped());
+  }
+  return largest;
+}
+
+// One of max_split or more serves only as large a request, and that only where little is left.
+bool FakeTorch::may_cut(const Chunk& chunk, Bytes bytes) const {
+  constexpr Bytes kLeft = 20_MiB;  // max_non_split_rounding_size
+  return chunk.bytes < max_split || (bytes >= max_split && chunk.bytes < bytes + kLeft);
+}
+
 // get_free_block. The smallest that fits, and of those the one at the lowest address; but what ends
 // where an expandable segment is not mapped is as large as it could grow, as long as the next
 // larger one is smaller than that.
@@ -196,7 +210,8 @@ FakeTorch::Chunks::iterator FakeTorch::best_fit(Bytes bytes, driver::Stream stre
   for (auto chunk = chunks_.begin(); chunk != chunks_.end(); ++chunk) {
     const Segment& segment = segments_.at(chunk->second.segment);
     if (!chunk->second.used && chunk->second.bytes >= bytes && segment.stream == stream &&
-        segment.pool == pool && segment.small == (bytes <= kSmallSize)) {
+        segment.pool == pool && segment.small == (bytes <= kSmallSize) &&
+        may_cut(chunk->second, bytes)) {
       fitting.push_back(chunk);
     }
   }

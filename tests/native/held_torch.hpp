@@ -54,6 +54,7 @@ class FakeTorch {
   // What torch has cached on other devices goes back first, in the same call.
   std::function<void()> release_others = [] {};
   bool expandable = false;            // from the first request on
+  Bytes max_split = kUnlimited;       // max_split_size_mb: larger free blocks are not cut
   bool tells = true;                  // of requests, and how much they are for
   std::atomic<bool> blocked{false};   // as torch is while it records a history
   std::atomic<double> fraction{1.0};  // what the engine has set; nothing here keeps to it
@@ -69,6 +70,7 @@ class FakeTorch {
   void tell_all(const std::function<void()>& meanwhile = [] {});
 
   Bytes reserved();
+  Bytes largest_segment() const;
   Bytes allocated();
   Bytes reserved_peak();
   // On which the block at the address is handed out.
@@ -106,6 +108,7 @@ class FakeTorch {
   using RecursiveLock = std::lock_guard<std::recursive_mutex>;
 
   bool allocate(Bytes bytes, driver::Stream stream, bool quiet, Address* address);
+  bool may_cut(const Chunk& chunk, Bytes bytes) const;
   Chunks::iterator best_fit(Bytes bytes, driver::Stream stream, TorchPool pool);
   bool grow(Bytes bytes, driver::Stream stream, TorchPool pool);
   bool expand(Bytes bytes, driver::Stream stream, TorchPool pool);

@@ -386,6 +386,25 @@ class TrainedWeights : public EngineWeights<Tensors> {
   std::vector<typename Tensors::Made> gradients_;
 };
 
+// Of a step without any.
+struct NoWeights {
+  template <class Tensors>
+  NoWeights(Tensors&, driver::Stream stream, const LoraModel&) : stream_(stream) {}
+  static Weights::Counts counts() { return {}; }
+  static void ended() {}
+  static void again(std::size_t) {}
+  static void more() {}
+  static void forward(std::size_t) {}
+  static void left(std::size_t) {}
+  static void backward(std::size_t) {}
+  void start(std::size_t) const {  // the host waits for the GPU
+    CHECK_EQ(sim::table().stream_synchronize(stream_), driver::kSuccess);
+  }
+
+ private:
+  driver::Stream stream_;
+};
+
 template <class Tensors, class BlockWeights = EngineWeights<Tensors>>
 class LoraReplay {
  public:
@@ -428,6 +447,7 @@ class LoraReplay {
 
   // As recorded, without any budget.
   double plain_ms() const { return plain_us_ / 1e3; }
+  auto& rig() { return tensors_.rig; }
   StepShape shape() { return rig_.runtime->step_shape(); }
   Counters counters() { return rig_.counters(); }
   void set_high(Bytes high) { high_ = high; }

@@ -13,23 +13,6 @@
 namespace stagehand::core::test {
 namespace {
 
-struct NoWeights {
-  NoWeights(HeldTensors&, driver::Stream stream, const LoraModel&) : stream_(stream) {}
-  static Weights::Counts counts() { return {}; }
-  static void ended() {}
-  static void again(std::size_t) {}
-  static void more() {}
-  static void forward(std::size_t) {}
-  static void left(std::size_t) {}
-  static void backward(std::size_t) {}
-  void start(std::size_t) const {  // the host waits for the GPU
-    CHECK_EQ(sim::table().stream_synchronize(stream_), driver::kSuccess);
-  }
-
- private:
-  driver::Stream stream_;
-};
-
 // Of each layer three records: what it is given, what a product makes, and what gelu makes of that.
 // Backward asks for them in the reverse order, and for so many bytes beside each.
 LoraModel layers_with_gelu(const std::array<Bytes, 3>& requests) {
