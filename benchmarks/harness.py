@@ -20,8 +20,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from source_hash import source_hash
+
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
+SOURCES = source_hash()  # as the run begins
 REPLY = "@reply "  # marks the lines that are replies; all else a worker prints is passed on
 NO_GPU = 3  # exit code
 
@@ -206,10 +209,14 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def write_result(path: pathlib.Path, result: Mapping[str, Any]) -> None:
-    """In the place of what is there, at once: a call that is cut short leaves one or the other."""
+    """In the place of what is there, at once: a call that is cut short leaves one or the other.
+
+    It names the sources that it is of.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(path.name + ".new")
-    whole.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    named = {"sources": SOURCES, **result}
+    whole.write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
     whole.replace(path)
     print(f"written: {path}")
 

@@ -9,9 +9,10 @@ gradients set to None before it, ended by a device synchronisation; there is no 
 activation memory = occupied peak without a budget - occupied at the start of a step
 high = occupied at the start + share * activation memory;   low = high - gap (1 GiB)
 
-All configurations take turns in every round (see harness.py), in an order that rotates. A turn
-begins with steps that are not timed, since the GPU lowers its clocks in the first half second of
-load; a ratio is the median over the rounds of the ratio inside a round. Writes
+Inside a budget steps go on until no other plan is tried. All configurations then take turns in
+every round (see harness.py), in an order that rotates. A turn begins with steps that are not timed,
+since the GPU lowers its clocks in the first half second of load; a ratio is the median over the
+rounds of the ratio inside a round. Writes
 benchmarks/results/main-job.json.
 """
 
@@ -42,6 +43,7 @@ CONFIGURATIONS = ("native", "ours", "ours_75", "ours_50", "save_on_cpu")
 VARIANTS = ("ours_plain", "ours_armed")  # of "ours": no pool entered; pool() at its defaults
 ALLOCATION_SIZES = (4 << 10, 2 << 20, 64 << 20)
 SAMPLES = ("wall_ms", "forward_ms", "backward_ms")
+SETTLING_STEPS = 80  # at most, in which other plans are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Measured:
     forward_ms: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     backward_ms: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     warm_ms: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    settling: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     allocation_us: dict[str, list[dict[str, float]]] = dataclasses.field(default_factory=dict)
     memory: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     budgets: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
@@ -154,6 +157,9 @@ class Run:
         for name in self._in_turn(0):
             reply = self._steps(name, self.job.warm_steps)
             self.measured.warm_ms[name] = reply["wall_ms"]
+            if name in SHARES:
+                settling = self._worker(name).ask("until_settled", mode=name, most=SETTLING_STEPS)
+                self.measured.settling[name] = settling
         for name in ("native", "save_on_cpu"):
             if name in self.workers:
                 self.measured.memory[name] = self.workers[name].ask("memory", mode=name)

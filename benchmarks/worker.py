@@ -130,6 +130,16 @@ class Worker:
         reply = {key: [step[key] for step in timed] for key in timed[0]}
         return {**reply, "stats": stats, "gained": gained}
 
+    def until_settled(self, mode: str, most: int) -> dict[str, Any]:
+        """Steps that are not timed, until no other plan is tried, or so many; what they took."""
+        before = self._counters()
+        wall_ms: list[float] = []
+        while len(wall_ms) < most and not self.pools[mode].plan().settled:
+            wall_ms.append(self._step(mode)["wall_ms"])
+        after = self._counters()
+        gained = {name: after[name] - before[name] for name in after}
+        return {"wall_ms": wall_ms, "gained": gained}
+
     def memory(self, mode: str) -> dict[str, Any]:
         """One step with fresh peaks: bytes at its start, its peaks, its loss and gradient norm."""
         self._training.zero_grad()
@@ -402,7 +412,17 @@ class Marks:
 
 
 COMMANDS = (
-    *("build", "budgets", "modes", "steps", "memory", "reserved", "trigger", "digests"),
+    *(
+        "build",
+        "budgets",
+        "modes",
+        "steps",
+        "until_settled",
+        "memory",
+        "reserved",
+        "trigger",
+        "digests",
+    ),
     "empty_cache",
     "release_pinned",
     *("link", "saved", "foreign", "pinned", "allocations", "stats"),
