@@ -43,7 +43,6 @@ CONFIGURATIONS = ("native", "ours", "ours_75", "ours_50", "save_on_cpu")
 VARIANTS = ("ours_plain", "ours_armed")  # of "ours": no pool entered; pool() at its defaults
 ALLOCATION_SIZES = (4 << 10, 2 << 20, 64 << 20)
 SAMPLES = ("wall_ms", "forward_ms", "backward_ms")
-SETTLING_STEPS = 80  # at most, in which other plans are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Run:
             reply = self._steps(name, self.job.warm_steps)
             self.measured.warm_ms[name] = reply["wall_ms"]
             if name in SHARES:
-                settling = self._worker(name).ask("until_settled", mode=name, most=SETTLING_STEPS)
+                settling = self._worker(name).ask("until_settled", mode=name)
                 self.measured.settling[name] = settling
         for name in ("native", "save_on_cpu"):
             if name in self.workers:

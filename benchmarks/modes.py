@@ -89,7 +89,6 @@ FULL = Pace(rounds=4, steps=4, lead_steps=2, lead_seconds=0.6)
 QUICK = Pace(rounds=2, steps=3, lead_steps=1, lead_seconds=0.5)
 TINY = Pace(rounds=1, steps=2, lead_steps=1, lead_seconds=0)
 WARM_STEPS = 4
-SETTLING_STEPS = 80  # at most, in which other plans are tried
 COMPARED_STEPS = 2
 SAMPLES = ("wall_ms", "forward_ms", "backward_ms")
 
@@ -229,7 +228,7 @@ class Run:
         if name == "torch" or phase == "free":
             worker.ask("steps", mode=mode, count=WARM_STEPS)
             return
-        settling = worker.ask("until_settled", mode=mode, most=SETTLING_STEPS)
+        settling = worker.ask("until_settled", mode=mode)
         self.measured.settling[key_of(name, phase)] = settling
 
     def _turn(self, worker: Worker, name: str, phase: str) -> None:

@@ -15,10 +15,10 @@ pinned    fresh processes: from the creation of a pool to 4 GiB of pinned memory
 need = peak - high, the bytes that must leave; free window = link bytes/s x forward time;
 bound = max(Tf, need / B) + max(Tb, need / B). Forward and backward times (on the device's clock)
 and the link are measured in the same run, with plain torch. Configurations take turns in every
-round, in an order that rotates; a turn begins with steps that are not timed, since the GPU lowers
-its clocks in the first half second of load; a ratio is the median over the rounds of the ratio
-inside a round. Losses and gradient norms must agree with plain torch's, or nothing is claimed and
-the exit code is 1. Writes benchmarks/results/transfers.json.
+round, in an order that rotates, once no other plan is tried; a turn begins with steps that are not
+timed, since the GPU lowers its clocks in the first half second of load; a ratio is the median over
+the rounds of the ratio inside a round. Losses and gradient norms must agree with plain torch's, or
+nothing is claimed and the exit code is 1. Writes benchmarks/results/transfers.json.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class CaseRun:
         for name, budget in self.measured.budgets.items():
             worker = self.workers[name]
             worker.ask("budgets", budgets={name: dataclasses.astuple(budget)})
-            worker.ask("steps", mode=name, count=3)
+            worker.ask("until_settled", mode=name)
             self.measured.memory[name] = worker.ask("memory", mode=name)
             worker.ask("empty_cache")
 

@@ -30,6 +30,7 @@ from harness import REPLY
 from measures import percentiles
 
 SEED = 4
+SETTLING_STEPS = 80
 LINK_BYTES = 256 << 20
 PINNED_SLABS = {16: 64, 64: 16, 256: 8}  # MiB: count, 4 GiB together
 TINY_PINNED_SLABS = {1: 4, 4: 1}
@@ -130,11 +131,11 @@ class Worker:
         reply = {key: [step[key] for step in timed] for key in timed[0]}
         return {**reply, "stats": stats, "gained": gained}
 
-    def until_settled(self, mode: str, most: int) -> dict[str, Any]:
-        """Steps that are not timed, until no other plan is tried, or so many; what they took."""
+    def until_settled(self, mode: str) -> dict[str, Any]:
+        """Steps until no other plan is tried, at most SETTLING_STEPS; what they took."""
         before = self._counters()
         wall_ms: list[float] = []
-        while len(wall_ms) < most and not self.pools[mode].plan().settled:
+        while len(wall_ms) < SETTLING_STEPS and not self.pools[mode].plan().settled:
             wall_ms.append(self._step(mode)["wall_ms"])
         after = self._counters()
         gained = {name: after[name] - before[name] for name in after}

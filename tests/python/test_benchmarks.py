@@ -172,6 +172,8 @@ def modes_measured() -> modes.Measured:
         found.wall_ms[key] = [[100.0], [100.0]]
         found.gained[key] = dict(counters)
         found.learning[key] = {"wall_ms": 200.0, **counters}
+        if phase != "free":
+            found.settling[key] = {"wall_ms": [110.0], "gained": dict(counters)}
         found.life[key] = {"peak": 1000, "mapped_peak": 1000, "largest_segment": 10}
         found.memory[key] = {"mapped_peak": 1000}
         found.digests[key] = {"steps": [[1.5, "ab"], [1.5, "ab"]]}
@@ -196,11 +198,13 @@ def test_a_row_without_a_bar_is_reported_and_always_holds() -> None:
     assert row.as_dict() == {"claim": "evicted", "value": 7, "bar": "reported", "holds": True}
 
 
-@pytest.mark.parametrize("where", ["counted", "seen"])
+@pytest.mark.parametrize("where", ["counted", "while plans are tried", "seen"])
 def test_a_byte_over_high_in_planned_steps_is_missed(where: str) -> None:
     found = modes_measured()
     if where == "counted":
         found.gained["native 75"]["overshoot_bytes"] = 1
+    elif where == "while plans are tried":
+        found.settling["native 75"]["gained"]["overshoot_bytes"] = 1
     else:
         found.memory["native 75"]["mapped_peak"] = 1001
     assert missed(found) == ["budget 75 %: bytes over high in planned steps, native"]
