@@ -282,6 +282,8 @@ class Pool:
     def mem_pool(self) -> Any:
         """The torch.cuda.MemPool of mode "mempool", from the first entry on; None in others.
 
+        It has no memory before something had to leave in a step: PyTorch's default pool serves
+        until then.
         For what torch does with one: registering its segments, a snapshot of it. It goes with the
         Pool: its memory then serves the next one. A step that begins with more than ``high``
         reserved may put another one in its place.
