@@ -42,7 +42,6 @@ from engine_native import (
     run_promises,
 )
 from harness import RESULTS, Row, print_rows, write_result
-from source_hash import source_hash
 
 PARTS = ("native", "promises", "python", "suite")
 THOUSANDS = (1_000, 10_000, 100_000)
@@ -317,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
     run = dict(zip(PARTS, (measure_native, check_promises, check_python, check_suite), strict=True))
-    result: dict[str, Any] = {"sources": source_hash(), "host": host()}
+    result: dict[str, Any] = {"host": host()}
     rows: list[EngineRow] = []
     try:
         for part in parts:
@@ -331,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     print_rows(rows)
     whole = options.only is None and not options.quick
     if options.out is not None or whole:
-        first = {"sources": result.pop("sources"), "host": result.pop("host")}
+        first = {"host": result.pop("host")}
         result = {**first, "rows": [row.as_dict() for row in rows], **result}
         write_result(options.out or RESULTS / "engine.json", result)
     return 0 if all(row.holds for row in rows) else 1

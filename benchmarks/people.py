@@ -33,13 +33,13 @@ import people_steps
 from harness import (
     FOLDER,
     RESULTS,
+    SOURCES,
     Row,
     driver_version,
     print_rows,
     refuse_without_gpu,
     write_result,
 )
-from source_hash import source_hash
 
 ROOT = FOLDER.parent
 ON_A_GPU = ("telemetry", "advise", "stacks")
@@ -73,7 +73,7 @@ def wheel() -> Found:
 def readme() -> Found:
     lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
     figures = _done(sys.executable, str(ROOT / "tools" / "figures.py"), "--check")
-    today = figures_sources() == source_hash()
+    today = figures_sources() == SOURCES
     yield (
         [
             Row("README: lines", lines, at_most=README_LINES),
@@ -105,7 +105,7 @@ def place(simulated: bool) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if gpu else "simulated" if simulated else "CPU",
         "driver": driver_version(),
         "torch": torch.__version__,
-        "sources": source_hash(),
+        "sources": SOURCES,
     }
 
 

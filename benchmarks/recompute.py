@@ -33,7 +33,6 @@ from typing import Any
 from harness import RESULTS, Row, driver_version, print_rows, refuse_without_gpu, write_result
 from measures import GIB
 from shapes import MODELS, TINY_GPT, Shape
-from source_hash import source_hash
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
@@ -298,7 +297,6 @@ def main(argv: list[str] | None = None) -> int:
             "device": device,
             "driver": driver_version(),
             "torch": torch.__version__,
-            "sources": source_hash(),
             "models": {},
         }
         for name in options.only.split(","):

@@ -41,6 +41,7 @@ from typing import Any
 import plot
 from harness import (
     RESULTS,
+    SOURCES,
     Row,
     Worker,
     WorkerError,
@@ -50,7 +51,6 @@ from harness import (
     refuse_without_gpu,
     write_result,
 )
-from source_hash import source_hash
 from weight_cases import FULL, GB, MODES, QUICK, TINY, Case, Result, cases_of, chosen
 from weight_rows import Missing, Rows, least_ms, unlike_torch
 
@@ -85,7 +85,7 @@ class Weights:
         finally:
             worker.close()
         self.link = tuple(place.pop("link"))
-        self.head = {**place, "driver": driver_version(), "sources": source_hash()}
+        self.head = {**place, "driver": driver_version(), "sources": SOURCES}
         self.head["programs"] = programs()
         if mine := self._earlier("cases", SAME):
             self.rows = {one["claim"]: one for one in self._earlier("rows", SAME)}

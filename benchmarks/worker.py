@@ -30,7 +30,7 @@ from harness import REPLY
 from measures import percentiles
 
 SEED = 4
-SETTLING_STEPS = 80
+MOST_SETTLING_STEPS = 80
 LINK_BYTES = 256 << 20
 PINNED_SLABS = {16: 64, 64: 16, 256: 8}  # MiB: count, 4 GiB together
 TINY_PINNED_SLABS = {1: 4, 4: 1}
@@ -132,14 +132,12 @@ class Worker:
         return {**reply, "stats": stats, "gained": gained}
 
     def until_settled(self, mode: str) -> dict[str, Any]:
-        """Steps until no other plan is tried, at most SETTLING_STEPS; what they took."""
+        """Steps until no other plan is tried, at most MOST_SETTLING_STEPS; what they took."""
         before = self._counters()
         wall_ms: list[float] = []
-        while len(wall_ms) < SETTLING_STEPS and not self.pools[mode].plan().settled:
+        while len(wall_ms) < MOST_SETTLING_STEPS and not self.pools[mode].plan().settled:
             wall_ms.append(self._step(mode)["wall_ms"])
-        after = self._counters()
-        gained = {name: after[name] - before[name] for name in after}
-        return {"wall_ms": wall_ms, "gained": gained}
+        return {"wall_ms": wall_ms, "gained": self._gained(before)}
 
     def memory(self, mode: str) -> dict[str, Any]:
         """One step with fresh peaks: bytes at its start, its peaks, its loss and gradient norm."""
@@ -190,8 +188,7 @@ class Worker:
             loss = self._step(mode)["loss"]
             grads = [p.grad for p in self._training.model.parameters() if p.grad is not None]
             found.append([loss, digest(grads)])
-        after = self._counters()
-        return {"steps": found, "gained": {name: after[name] - before[name] for name in after}}
+        return {"steps": found, "gained": self._gained(before)}
 
     def empty_cache(self) -> dict[str, Any]:
         """Give back what holds nothing, of the device's memory and of what torch has pinned."""
@@ -366,6 +363,10 @@ class Worker:
         stats = self.stats()
         return {name: stats[name] for name in COUNTED}
 
+    def _gained(self, before: Mapping[str, int]) -> dict[str, int]:
+        after = self._counters()
+        return {name: after[name] - value for name, value in before.items()}
+
     def _allocation_us(self, size: int, count: int) -> float:
         def allocate_and_free() -> None:
             torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -413,17 +414,8 @@ class Marks:
 
 
 COMMANDS = (
-    *(
-        "build",
-        "budgets",
-        "modes",
-        "steps",
-        "until_settled",
-        "memory",
-        "reserved",
-        "trigger",
-        "digests",
-    ),
+    *("build", "budgets", "modes", "steps", "until_settled", "memory", "reserved", "trigger"),
+    "digests",
     "empty_cache",
     "release_pinned",
     *("link", "saved", "foreign", "pinned", "allocations", "stats"),

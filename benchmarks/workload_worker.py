@@ -127,8 +127,7 @@ class WorkloadWorker(worker.Worker):
         loss = self._run(mode, number, lambda _: None)
         self._synchronize()
         wall_ms = (time.perf_counter() - began) * 1e3
-        after = self._counters()
-        gained = {name: after[name] - value for name, value in before.items()}
+        gained = self._gained(before)
         return {"wall_ms": wall_ms, "loss": loss.item(), "gained": gained, **self._peaks()}
 
     def link(self, count: int = 5) -> dict[str, Any]:
@@ -185,8 +184,7 @@ class WorkloadWorker(worker.Worker):
                 steps[at][key] = steps[at].get(key, 0.0) + ms
         found = self._peaks()
         found["mapped_peak"] = max(found["mapped_peak"], reserved)
-        after = self._counters()
-        gained = {name: after[name] - value for name, value in before.items()}
+        gained = self._gained(before)
         state = self.stats().get("plan_state", "")
         return {
             "number": number,
@@ -260,8 +258,7 @@ class WorkloadWorker(worker.Worker):
         for number in range(count):
             loss = self._run(mode, number, lambda _: None)
             found.append([loss.item(), digest(self._workload.compared())])
-        after = self._counters()
-        return {"steps": found, "gained": {name: after[name] - before[name] for name in after}}
+        return {"steps": found, "gained": self._gained(before)}
 
     # --- Parts
 

@@ -41,6 +41,7 @@ from typing import Any
 import plot
 from harness import (
     RESULTS,
+    SOURCES,
     Row,
     WorkerError,
     driver_version,
@@ -49,7 +50,6 @@ from harness import (
     refuse_without_gpu,
     write_result,
 )
-from source_hash import source_hash
 from workload_cases import CASES, Case
 from workload_rows import rows_of, summary_of, unlike_torch
 from workload_run import CaseRun, Measured, Pace
@@ -196,7 +196,7 @@ def result_of(run: Workloads, options: argparse.Namespace) -> dict[str, Any]:
         "cuda": run.place.get("cuda", "not asked"),
         "driver": driver_version(),
         "python": platform.python_version(),
-        "sources": source_hash(),
+        "sources": SOURCES,
         "pace": dataclasses.asdict(run.pace),
         "seconds": run.seconds(),
         "not_run": run.not_run,

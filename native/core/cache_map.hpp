@@ -239,8 +239,8 @@ class CacheMap {
     Bytes lacking = 0;  // what was mapped when it found no hole; 0 once it has grown
   };
   std::pmr::map<Owner, LargeCount> large_{&nodes_};
-  bool by_pages_ = false;
-  struct StreamCount {  // of segments of large blocks, whatever pool they are in
+  bool by_pages_ = false;  // the newest of those is expandable
+  struct StreamCount {     // of segments of large blocks, whatever pool they are in
     Bytes mapped = 0;
     Bytes peak = 0;                 // since the step began
     std::array<Bytes, 2> before{};  // in the two steps before

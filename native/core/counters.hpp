@@ -86,6 +86,8 @@ struct Counters {
     evicted += bytes;
     evicted_peak = std::max(evicted_peak, evicted);
   }
+  // Of records that have left so far, by a copy or dropped.
+  Bytes gone_bytes() const { return evicted_bytes + dropped_bytes; }
   void weights_are(Bytes home) {
     weights_home = home;
     weights_home_peak = std::max(weights_home_peak, home);

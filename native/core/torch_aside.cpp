@@ -7,11 +7,6 @@
 #include "core/torch_store.hpp"
 
 namespace stagehand::core {
-namespace {
-
-constexpr Bytes whole_pages(Bytes bytes) { return bytes / CacheMap::kPage * CacheMap::kPage; }
-
-}  // namespace
 
 // The request finds no hole, and pages go back for it. With segments of their own sizes nothing is
 // known to be gained by setting one aside.
@@ -172,7 +167,7 @@ Bytes TorchStore::map_for_owners(Bytes most) {
     const bool last = &one == &owners.back();
     const Bytes peak_of_step = emptied_ ? one.lesser_peak : one.peak;
     const Bytes lost = last ? kUnlimited : peak_of_step - std::min(peak_of_step, one.mapped);
-    const Bytes whole = whole_pages(std::min(lost, room));
+    const Bytes whole = CacheMap::whole_pages(0, std::min(lost, room));
     if (whole > 0 && map_free(whole, one.owner)) {
       mapped += whole;
     }
@@ -201,7 +196,7 @@ void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
   const std::optional<CacheMap::Owner> owner = cache_.owner_of(record->block->address);
   refresh();
   const Bytes there = d_.counters.mapped + room_for_small();
-  const Bytes whole = whole_pages(target - std::min(target, there));
+  const Bytes whole = CacheMap::whole_pages(0, target - std::min(target, there));
   if (whole == 0 || !owner || !cache_.by_pages()) {
     return;
   }

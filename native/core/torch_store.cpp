@@ -345,11 +345,10 @@ bool TorchStore::begin_step(Bytes target) {
   // What the optimizer has left free in the default pool can serve nothing in a MemPool: where
   // something had to leave for want of room, it goes back.
   squeezed_ = has_left();
-  left_at_entry_ = left();
+  gone_at_entry_ = d_.counters.gone_bytes();
   pressed_ |= squeezed_;
   raised_ = d_.budget.high - d_.budget.high / 8 > high_before;
-  // What the first step had cut, as it asked for one thing after the other, holds no other's
-  // blocks.
+  // What steps have cut so far (TorchStore::missed), until they begin with one segment.
   start_anew_ |= squeezed_ && !raised_ && !cache_.by_pages() && !whole_ &&
                  times_whole_ < kTimesWhole && maps_whole();
   serve_apart();
@@ -368,9 +367,7 @@ bool TorchStore::begin_step(Bytes target) {
                       (cache_.releasable() > 0 || segments_.has_free_piece()));
 }
 
-Bytes TorchStore::left() const { return d_.counters.evicted_bytes + d_.counters.dropped_bytes; }
-
-bool TorchStore::has_left() const { return left() != left_at_entry_; }
+bool TorchStore::has_left() const { return d_.counters.gone_bytes() != gone_at_entry_; }
 
 // What is kept for backward, or weights, is no survivor. The streams are never destroyed: torch
 // keeps blocks by their handles.

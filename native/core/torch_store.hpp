@@ -155,8 +155,7 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
-  Bytes left() const;     // all that has left, by a copy or dropped
-  bool has_left() const;  // any of it since the pool was entered
+  bool has_left() const;  // any record since the pool was entered
   static bool cuts_otherwise();
   bool maps_whole();
   Bytes map_for_owners(Bytes most);
@@ -191,7 +190,7 @@ class TorchStore final : public Store {
   Bytes high_at_entry_ = 0;         // `high` then
   Bytes over_at_entry_ = 0;         // overshoot bytes when the pool was entered
   Bytes live_retained_ = 0;         // retained at the last refresh
-  Bytes left_at_entry_ = 0;         // how much had left then
+  Bytes gone_at_entry_ = 0;         // how much had left then
   Bytes reserved_at_end_ = 0;       // torch's when the step before ended
   bool release_failed_ = false;     // torch gave nothing back when asked last
   bool start_anew_ = false;         // the next pool entry gives torch's free segments back

@@ -68,7 +68,7 @@ Status Weights::enter(Entry& entry, GroupId id, UseKind kind, driver::Stream con
   const bool was_home = group.home();
   if (kind == UseKind::forward && std::exchange(went_back_, false)) {
     left_before_ = std::exchange(left_, 0);
-    gone_before_ = gone();
+    gone_before_ = d_.counters.gone_bytes();
   }
   went_back_ |= kind == UseKind::backward;
   came_for_nothing_ = standing_.order().current().kind == kind ? came_for_nothing_ : 0;
@@ -335,11 +335,8 @@ bool Weights::fits_beside(GroupId id, Bytes high) const {
 // Whether only weights come and go in this round: else what leaves far ahead makes room for what
 // was saved and comes back.
 bool Weights::alone() const {
-  return gone() == gone_before_ && d_.counters.evicted + d_.counters.dropped == 0;
+  return d_.counters.gone_bytes() == gone_before_ && d_.counters.evicted + d_.counters.dropped == 0;
 }
-
-// Bytes of records that have left so far.
-Bytes Weights::gone() const { return d_.counters.evicted_bytes + d_.counters.dropped_bytes; }
 
 // The same in the place of the group that leaves first: where this backward needs that no more, and
 // it leaves for nothing.

@@ -108,7 +108,6 @@ class Weights {
   bool fits_beside(GroupId id, Bytes high) const;
   bool fits_instead(GroupId id, Bytes high) const;
   bool alone() const;
-  Bytes gone() const;
   bool record_leaves(GroupId id, Bytes* occupied);
   Status bring(Entry& entry, GroupId id, driver::Stream stream, bool ahead);
   bool comes_early(GroupId id, bool far) const;
