@@ -25,6 +25,8 @@ from source_hash import source_hash
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 SOURCES = source_hash()  # as the run begins
+# Of a process that is to be deterministic: torch asks for it, once (digest.seen_by_cublas).
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 REPLY = "@reply "  # marks the lines that are replies; all else a worker prints is passed on
 NO_GPU = 3  # exit code
 

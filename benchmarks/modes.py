@@ -37,6 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness import (
+    CUBLAS,
     Pace,
     Row,
     Worker,
@@ -68,7 +69,6 @@ AROUND = {
     "native": "native",
     "native_expandable": "native, expandable segments",
 }
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts: for the digests
 SETTINGS = {  # of one configuration
     "native_expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     "native_no_trigger": {"STAGEHAND_ALLOC_BUILD": "0"},
@@ -177,7 +177,7 @@ class Run:
 
     def _worker(self, name: str, phase: str) -> Worker:
         shape = TINY_GPT if self.simulated else GPT_8K
-        environment = {**ENVIRONMENT, **SETTINGS.get(name, {})}
+        environment = {**CUBLAS, **SETTINGS.get(name, {})}
         settings = {"model": "gpt", "shape": shape, "simulated": self.simulated}
         return Worker(key_of(name, phase), {**CONFIGURATIONS[name], **settings}, environment)
 

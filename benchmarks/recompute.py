@@ -30,11 +30,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from harness import RESULTS, Row, driver_version, print_rows, refuse_without_gpu, write_result
+from harness import (
+    CUBLAS,
+    RESULTS,
+    Row,
+    driver_version,
+    print_rows,
+    refuse_without_gpu,
+    write_result,
+)
 from measures import GIB
 from shapes import MODELS, TINY_GPT, Shape
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+os.environ.update(CUBLAS)
 
 # By model: budgets in GiB, and how much of plain torch's time a settled step may take there.
 BARS: dict[str, dict[float, float]] = {
@@ -58,9 +66,11 @@ class Bench:
     def __init__(self, kind: str, shape: Shape, simulated: bool) -> None:
         import models
         import torch
+        from digest import seen_by_cublas
 
         torch.manual_seed(0)
         self._device = torch.device("cpu" if simulated else "cuda")
+        seen_by_cublas(self._device)
         self.training = models.build(kind, shape, self._device)
         self.plain = contextlib.nullcontext
         for _ in range(3):

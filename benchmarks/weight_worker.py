@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import weight_anchors
 import worker
+from digest import seen_by_cublas
 from torch import Tensor, nn
 from weight_anchors import AbsentError, Setup
 from weight_cases import GB, Case, Result
@@ -189,6 +190,7 @@ def set_up(case: Case, place: Place, high: int) -> tuple[Setup, Any]:
     if case.expandable and not place.simulated:
         set_allocator: Any = torch.cuda.memory
         set_allocator._set_allocator_settings("expandable_segments:True")
+    seen_by_cublas(place.device)
     load_kernels(case, place)
     if case.kind == "ours":
         return ours(case, place, high)

@@ -40,6 +40,7 @@ from typing import Any
 
 import plot
 from harness import (
+    CUBLAS,
     RESULTS,
     SOURCES,
     Row,
@@ -57,7 +58,6 @@ from weight_rows import Missing, Rows, least_ms, unlike_torch
 SAME = ("sources", "device", "torch", "driver")  # of results that may be joined
 SAME_OF_OTHERS = ("programs", *SAME[1:])
 PROGRAMS = ("weight_anchors.py", "weight_cases.py", "weight_models.py", "weight_worker.py")
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 PATIENCE = 90  # s, and three times what a case should take
 
 
@@ -139,7 +139,7 @@ class Weights:
 
     def _start(self) -> Worker:
         settings = {"simulated": self.options.simulated}
-        return Worker("weights", settings, ENVIRONMENT, "weight_worker.py")
+        return Worker("weights", settings, CUBLAS, "weight_worker.py")
 
     def _asked(self, case: Case) -> bool:
         only = self.options.only

@@ -25,7 +25,7 @@ from typing import Any
 
 import models
 import torch
-from digest import digest
+from digest import digest, seen_by_cublas
 from harness import REPLY
 from measures import percentiles
 
@@ -93,6 +93,7 @@ class Worker:
 
     def build(self, budgets: Mapping[str, Watermarks] | None = None) -> dict[str, Any]:
         """Make the pools, then the model; says where this runs."""
+        seen_by_cublas(self.device)
         self.budgets(budgets or {})
         torch.manual_seed(SEED)
         self._built = models.build(self.settings.model, self.settings.shape, self.device)

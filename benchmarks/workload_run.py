@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import harness
-from harness import Worker, WorkerError, close_all
+from harness import CUBLAS, Worker, WorkerError, close_all
 from measures import Budget, Link, bound_ms, budget_of_share
 from workload_cases import FREE, SHARES, Case
 
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts: for the digests
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 COMPARED_STEPS = 2
 WARM_STEPS = 3  # after the first inside a pool: they learn, and pin memory
@@ -178,7 +177,7 @@ class CaseRun:
             "deterministic": case.deterministic,
             "ranks": case.ranks,
         }
-        environment = {**ENVIRONMENT, **(EXPANDABLE if mode else {})}
+        environment = {**CUBLAS, **(EXPANDABLE if mode else {})}
         return Worker(f"{self.name} {who}", settings, environment, "workload_worker.py")
 
     def _ours(self) -> list[str]:

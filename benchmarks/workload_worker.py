@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import worker
 import workload_models
-from digest import digest
+from digest import digest, seen_by_cublas
 from harness import REPLY
 from worker import SEED, Marks
 from workload_cases import FREE
@@ -98,6 +98,7 @@ class WorkloadWorker(worker.Worker):
     def build(self, budgets: Mapping[str, Any] | None = None) -> dict[str, Any]:
         if self.settings.ranks > 1:
             self._meet()
+        seen_by_cublas(self.device)
         if self.stagehand is not None:  # the first pool makes the libraries against torch
             with self.stagehand.pool(mode=self.settings.mode):
                 pass

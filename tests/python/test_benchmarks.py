@@ -23,8 +23,8 @@ import modes  # noqa: E402
 import plot  # noqa: E402
 import suite  # noqa: E402
 import transfers  # noqa: E402
-from digest import digest  # noqa: E402
-from harness import Row, Worker  # noqa: E402
+from digest import digest, seen_by_cublas  # noqa: E402
+from harness import CUBLAS, Row, Worker  # noqa: E402
 from measures import (  # noqa: E402
     GIB,
     Budget,
@@ -118,6 +118,15 @@ def test_a_digest_tells_bits_and_their_places_apart(dtype: torch.dtype) -> None:
     other = {digest(y) for y in ([x.flip(0)], [-x], [x[3:], x[:3]], [x, x], [x[:5]])}
     assert digest([x.clone()]) == digest([x])
     assert len(other | {digest([x])}) == 6
+
+
+def test_torch_reads_the_setting_of_cublas_once_and_not_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in CUBLAS.items():
+        monkeypatch.setenv(name, value)
+    seen_by_cublas(torch.device("cpu"))
+    assert not CUBLAS.keys() & os.environ.keys()
 
 
 def test_a_digest_tells_a_zero_from_a_negative_zero() -> None:
