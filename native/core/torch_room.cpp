@@ -54,14 +54,15 @@ Bytes TorchStore::roof_of_driver(Bytes growth, Bytes roof) {
 
 // What the miss is for; 0 where nobody knows. Where torch tells it, a step that repeats an exact
 // trace also makes room for the largest request that came at this place before: it comes next, if
-// it has not come yet. Where torch does not tell, that may be this one. Nothing goes back while a
-// MemPool serves: there room that is made for too much serves what comes later.
+// it has not come yet; not for a small one, which may come anywhere, also before memory is free
+// that the large one is to have. Where torch does not tell, that may be this one. Nothing goes back
+// while a MemPool serves: there room that is made for too much serves what comes later.
 Bytes TorchStore::request_of(Bytes told) const {
   if (OwnRequest::here() != 0) {
     return OwnRequest::here();
   }
   const bool came = !route_.here() && d_.plan.request_came();
-  const bool alone = d_.plan.guesses() || has_hole_here() || came;
+  const bool alone = told <= kSmallLimit || d_.plan.guesses() || has_hole_here() || came;
   return told != 0 && alone ? told : std::max(told, d_.plan.expected_request());
 }
 

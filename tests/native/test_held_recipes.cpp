@@ -8,6 +8,7 @@
 
 #include "native/first_steps.hpp"
 #include "native/lora_replay.hpp"
+#include "native/trace_recipes.hpp"
 #include "native/varying_steps.hpp"
 
 namespace stagehand::core::test {
@@ -306,6 +307,43 @@ LoraModel held_up(LoraModel model, double times) {
     }
   }
   return model;
+}
+
+// Ten small requests before that event, kept until the step ends: of a logger, or of looks at what
+// is dropped.
+LoraModel with_small_requests(LoraModel model, std::size_t before) {
+  constexpr std::uint64_t kFirst = 1 << 30;  // of their blocks
+  for (std::uint64_t block = kFirst; block < kFirst + 10; ++block) {
+    const auto at = model.events.begin() + static_cast<std::ptrdiff_t>(before);
+    model.events.insert(at, {'a', block, 400'000, 0, 0});
+    model.events.push_back({'f', block, 0, 0, 0});
+  }
+  return model;
+}
+
+// 29 to 91 waits for the GPU in such a step, without expandable segments, where a small request
+// made room for the large one that was to come next, too; two with.
+TEST("ViT: small requests that no step made before give nothing back, and nothing waits for them") {
+  using Vit = LoraReplay<HeldTensors, NoWeights>;
+  LoraModel model{.events = read_trace("vit.txt")};
+  for (const auto& [record, how] : recipes_of("vit.txt")) {
+    model.recipes[record] = {how.inputs.front(), how.ns};
+  }
+  const auto activations = static_cast<double>(peak_of<Vit>(model) - Vit::others());
+  for (const bool expandable : {false, true}) {
+    model.expandable = expandable;
+    for (const std::size_t part : {10, 13, 14, 15}) {
+      Vit replay(model, Vit::others() + static_cast<Bytes>(0.75 * activations), lora_machine());
+      for (int i = 0; i < 30; ++i) {
+        replay.step();
+      }
+      const Counters before = replay.counters();
+      replay.follow(with_small_requests(model, part * model.events.size() / 32));
+      CHECK_EQ(replay.step().over, 0);
+      replay.step();
+      CHECK_EQ(replay.counters().host_waits, before.host_waits);
+    }
+  }
 }
 
 // 1.06 on average, 1.19 at most, where each plan is tried as without ranks: in a step that the
