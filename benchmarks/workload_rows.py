@@ -199,7 +199,7 @@ def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
 
 
 def _waits(measured: Measured, key: str) -> dict[str, Any]:
-    """The dearest calls to CUDA of a step, those that map, and idle time on the GPU."""
+    """The dearest calls to CUDA of a step, those that map, whose code runs, and the GPU's gaps."""
     one: dict[str, Any] = {}
     calls, gaps = measured.calls.get(key, {}), measured.gaps.get(key, {})
     if calls.get("seen"):
@@ -210,6 +210,8 @@ def _waits(measured: Measured, key: str) -> dict[str, Any]:
         one["dearest"] = {
             f"{name} x{int(each['calls'])}": round(each["ms"], 2) for name, each in dearest
         }
+    if (samples := measured.samples.get(key, {})).get("seen"):
+        one["host_libraries"] = dict(list(samples["libraries"].items())[:6])
     if gaps.get("seen"):
         one["idle_ms"] = gaps["idle_ms"]
         one["longest_gaps_ms"] = [each["ms"] for each in gaps["longest"]]

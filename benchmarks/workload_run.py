@@ -24,6 +24,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 COMPARED_STEPS = 2
 WARM_STEPS = 3  # after the first inside a pool: they learn, and pin memory
 MOST_STEPS = 8  # of a turn
+LOOKS = ("calls", "samples", "gaps")  # in this order: torch's profiler stays in the process
 UNSETTLED_STEPS = 40  # instead of `settling`: of varying shapes
 
 
@@ -55,6 +56,7 @@ class Measured:
     settling: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     turns: dict[str, dict[int, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     calls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    samples: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     gaps: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     digests: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     triggers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -154,7 +156,7 @@ class CaseRun:
                 if key != "checkpoint" or at < self.pace.checkpoint_rounds:
                     self._try(key, self._turn, key, at)
         looked_at = [key for key in keys if key != "checkpoint"]
-        for look in ("calls", "gaps"):
+        for look in LOOKS:
             for key in looked_at:
                 self._try(key, self._look, key, look)
         before_digests()

@@ -36,6 +36,7 @@ from workload_cases import FREE
 PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never ends
 SETTLING_STEPS = 20  # between two looks at whether other plans are tried
 SETTLED_STEPS = 40  # after that; memory is mapped once for each hole that they come to need
+SAMPLED_STEPS = 16
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
 COUNTED = (
     *(*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies"),
@@ -235,6 +236,20 @@ class WorkloadWorker(worker.Worker):
             "elsewhere": elsewhere,
         }
 
+    def samples(self, mode: str, number: int, lead: int) -> dict[str, Any]:
+        """Where the host's time goes in some steps. To be asked of all modes before "gaps"."""
+        from host_samples import NoSamplesError, sampled
+
+        self._lead(mode, number, lead)
+        try:
+            with sampled() as found:
+                for at in range(SAMPLED_STEPS):
+                    self._run(mode, number + at, lambda _: None)
+                self._synchronize()
+        except NoSamplesError as error:
+            return {"seen": False, "why": str(error)}
+        return found if found.get("seen") else {"seen": False, "why": "there were no samples"}
+
     def gaps(self, mode: str, number: int, lead: int) -> dict[str, Any]:
         """When the compute stream of one step was idle."""
         import gaps
@@ -381,7 +396,7 @@ def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 COMMANDS = (
-    *("build", "budgets", "single", "memory", "turn", "calls", "gaps", "digests"),
+    *("build", "budgets", "single", "memory", "turn", "calls", "samples", "gaps", "digests"),
     *("settle", "empty_cache", "link", "trigger", "stats"),
 )
 

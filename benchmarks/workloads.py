@@ -16,7 +16,8 @@ The bound is measures.bound_ms of plain torch's times and the link in that round
 which its peak is above high, as often as the step gets there.
 
 One step more is watched per configuration: host time inside calls to CUDA by function
-(driver_calls.py), and another for idle time of the compute stream (gaps.py). Last, torch is made
+(driver_calls.py), some for whose code the host runs (host_samples.py), and another for idle time of
+the compute stream (gaps.py). Last, torch is made
 deterministic, and losses and gradients of the first steps of a new model must be plain torch's bit
 by bit: where they are not, a row says so, and the exit code is 1.
 
@@ -52,7 +53,7 @@ from harness import (
 )
 from workload_cases import CASES, Case
 from workload_rows import rows_of, summary_of, unlike_torch
-from workload_run import CaseRun, Measured, Pace
+from workload_run import LOOKS, CaseRun, Measured, Pace
 
 FULL = Pace(5, 4, 2, 0.6, seconds=0.8, checkpoint_rounds=5, settling=120)
 QUICK = Pace(3, 4, 2, 0.4, seconds=0.6, checkpoint_rounds=1, settling=120)
@@ -148,7 +149,7 @@ def described(case: Case, measured: Measured, rows: list[Row], error: str | None
         "not_seen": sorted(
             {
                 f"{look}: {found['why']}"
-                for look in ("calls", "gaps")
+                for look in LOOKS
                 for found in getattr(measured, look).values()
                 if not found.get("seen")
             }

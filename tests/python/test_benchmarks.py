@@ -25,6 +25,7 @@ import suite  # noqa: E402
 import transfers  # noqa: E402
 from digest import digest, seen_by_cublas  # noqa: E402
 from harness import CUBLAS, Row, Worker  # noqa: E402
+from host_samples import described, sampled  # noqa: E402
 from measures import (  # noqa: E402
     GIB,
     Budget,
@@ -118,6 +119,29 @@ def test_a_digest_tells_bits_and_their_places_apart(dtype: torch.dtype) -> None:
     other = {digest(y) for y in ([x.flip(0)], [-x], [x[3:], x[:3]], [x, x], [x[:5]])}
     assert digest([x.clone()]) == digest([x])
     assert len(other | {digest([x])}) == 6
+
+
+def test_samples_count_a_library_for_the_innermost_frame_and_a_function_once_a_sample() -> None:
+    found = described(
+        [
+            [("libc", "malloc"), ("torch", "mm"), ("torch", "mm")],
+            [("torch", ""), ("torch", "mm")],
+        ]
+    )
+    assert found["libraries"] == {"libc": 0.5, "torch": 0.5}
+    assert found["functions"] == {"torch: mm": 1.0, "libc: malloc": 0.5}
+    assert found["samples"] == 2
+    assert not described([])["seen"]
+
+
+def test_the_host_is_seen_where_its_time_goes() -> None:
+    with sampled() as found:
+        began = time.process_time()
+        while time.process_time() - began < 0.2:
+            torch.randn(256, 256) @ torch.randn(256, 256)
+    assert found["samples"] >= 10
+    assert any("libtorch" in name for name in found["libraries"])
+    assert any("at::" in name for name in found["functions"])
 
 
 def test_torch_reads_the_setting_of_cublas_once_and_not_in_each_step(
