@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -28,12 +29,17 @@ struct Sample {
 
 std::vector<Sample>* samples = nullptr;
 std::atomic<std::size_t> taken{0};
+std::atomic<int> taking{0};  // handlers that run
 
 void take(int) {
+  const int before = errno;
+  ++taking;
   const std::size_t i = taken.fetch_add(1);
   if (i < kSamples) {
     (*samples)[i].frames = backtrace((*samples)[i].at, kFrames);
   }
+  --taking;
+  errno = before;
 }
 
 void set_timer(long us) {
@@ -62,10 +68,13 @@ std::string name_of(void* at) {
 }  // namespace
 
 extern "C" void start_samples(long us) {
-  if (samples == nullptr) {
+  if (samples == nullptr) {  // the handler stays: a signal that comes late would end the process
     samples = new std::vector<Sample>(kSamples);
     void* any[1];
     backtrace(any, 1);  // the first one loads a library, which no signal handler may
+  }
+  for (Sample& sample : *samples) {
+    sample.frames = 0;
   }
   taken = 0;
   struct sigaction action{};
@@ -78,6 +87,8 @@ extern "C" void start_samples(long us) {
 // A line a frame, the innermost first: library, tab, function. An empty line ends a sample.
 extern "C" int stop_samples(const char* path) {
   set_timer(0);
+  while (taking > 0) {  // on other threads, for microseconds
+  }
   std::FILE* file = std::fopen(path, "w");
   if (file == nullptr) {
     return -1;

@@ -84,13 +84,14 @@ def _library() -> Any:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise NoSamplesError("there is no C++ compiler")
-    folder = pathlib.Path(tempfile.mkdtemp())
-    made = folder / "host_samples.so"
-    flags = ("-std=c++20", "-O1", "-shared", "-fPIC")
-    command = [compiler, *flags, str(SOURCE), "-o", str(made), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise NoSamplesError(f"{compiler} failed: {done.stderr[-500:]}")
-    library = ctypes.CDLL(str(made))
-    shutil.rmtree(folder)  # it is loaded
-    return library
+    with tempfile.TemporaryDirectory() as folder:
+        made = pathlib.Path(folder) / "host_samples.so"
+        flags = ("-std=c++20", "-O1", "-shared", "-fPIC")
+        command = [compiler, *flags, str(SOURCE), "-o", str(made), "-ldl"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NoSamplesError(f"{compiler} failed: {done.stderr[-500:]}")
+        try:
+            return ctypes.CDLL(str(made))
+        except OSError as error:
+            raise NoSamplesError(str(error)) from error
