@@ -13,11 +13,13 @@ import contextlib
 import ctypes
 import functools
 import pathlib
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from stagehand_alloc._built.compiler import find_compiler
+from stagehand_alloc._errors import CompilerError
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cpp")
 EVERY_US = 500
@@ -41,8 +43,8 @@ def sampled() -> Iterator[dict[str, Any]]:
             yield found
         finally:
             count = library.stop_samples(str(path).encode())
-        if count >= 0:
-            found.update(described(read(path.read_text(errors="replace").splitlines())))
+        text = path.read_text(errors="replace") if count > 0 else ""
+    found.update(described(read(text.splitlines())))
 
 
 def read(lines: Iterable[str]) -> Iterator[list[Frame]]:
@@ -66,10 +68,11 @@ def described(samples: Iterable[list[Frame]]) -> dict[str, Any]:
         count += 1
         libraries.update({frames[0][0]} if frames else {"?"})
         functions.update({f"{library}: {name}" for library, name in frames if name})
+    if count == 0:
+        return {"seen": False, "why": "there were no samples"}
     return {
-        "seen": count > 0,
+        "seen": True,
         "samples": count,
-        "every_us": EVERY_US,
         "libraries": _shares(libraries, count),
         "functions": _shares(functions, count),
     }
@@ -81,7 +84,10 @@ def _shares(counted: collections.Counter[str], count: int) -> dict[str, float]:
 
 @functools.cache
 def _library() -> Any:
-    compiler = shutil.which("c++") or shutil.which("g++")
+    try:
+        compiler = find_compiler()
+    except CompilerError as error:
+        raise NoSamplesError(str(error)) from error
     if compiler is None:
         raise NoSamplesError("there is no C++ compiler")
     with tempfile.TemporaryDirectory() as folder:

@@ -248,7 +248,7 @@ class WorkloadWorker(worker.Worker):
                 self._synchronize()
         except NoSamplesError as error:
             return {"seen": False, "why": str(error)}
-        return found if found.get("seen") else {"seen": False, "why": "there were no samples"}
+        return found
 
     def gaps(self, mode: str, number: int, lead: int) -> dict[str, Any]:
         """When the compute stream of one step was idle."""

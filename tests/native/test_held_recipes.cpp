@@ -309,6 +309,14 @@ LoraModel held_up(LoraModel model, double times) {
   return model;
 }
 
+// What is known to be made again, each of its first input.
+LoraModel with_recipes(LoraModel model, const std::map<std::uint64_t, Known>& recipes) {
+  for (const auto& [record, how] : recipes) {
+    model.recipes[record] = {how.inputs.front(), how.ns};
+  }
+  return model;
+}
+
 // Ten small requests before that event, kept until the step ends: of a logger, or of looks at what
 // is dropped.
 LoraModel with_small_requests(LoraModel model, std::size_t before) {
@@ -325,10 +333,7 @@ LoraModel with_small_requests(LoraModel model, std::size_t before) {
 // made room for the large one that was to come next, too; two with.
 TEST("ViT: small requests that no step made before give nothing back, and nothing waits for them") {
   using Vit = LoraReplay<HeldTensors, NoWeights>;
-  LoraModel model{.events = read_trace("vit.txt")};
-  for (const auto& [record, how] : recipes_of("vit.txt")) {
-    model.recipes[record] = {how.inputs.front(), how.ns};
-  }
+  LoraModel model = with_recipes({.events = read_trace("vit.txt")}, recipes_of("vit.txt"));
   const auto activations = static_cast<double>(peak_of<Vit>(model) - Vit::others());
   for (const bool expandable : {false, true}) {
     model.expandable = expandable;
@@ -375,11 +380,8 @@ TEST("FSDP2: what a rank settles on does not hang on how the others' trials hold
 // Experts, of other sizes in each step, whose activations can be made again.
 LoraModel experts_with_recipes(std::uint64_t number) {
   std::map<std::uint64_t, Known> known;
-  LoraModel model{.events = experts_step(number, 0.04, false, &known), .expandable = true};
-  for (const auto& [record, how] : known) {
-    model.recipes[record] = {how.inputs.front(), how.ns};
-  }
-  return model;
+  std::vector<Event> events = experts_step(number, 0.04, false, &known);
+  return with_recipes({.events = std::move(events), .expandable = true}, known);
 }
 
 // 1.25 where all moves, 1.23 where what is dropped stays until its place is needed: what comes next

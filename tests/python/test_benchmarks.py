@@ -131,7 +131,7 @@ def test_samples_count_a_library_for_the_innermost_frame_and_a_function_once_a_s
     assert found["libraries"] == {"libc": 0.5, "torch": 0.5}
     assert found["functions"] == {"torch: mm": 1.0, "libc: malloc": 0.5}
     assert found["samples"] == 2
-    assert not described([])["seen"]
+    assert described([]) == {"seen": False, "why": "there were no samples"}
 
 
 def test_the_host_is_seen_where_its_time_goes() -> None:
