@@ -19,6 +19,11 @@ from stagehand_alloc._cli.demo_gpt import GPT  # noqa: E402
 from stagehand_alloc._cli.demo_gpt import Shape as GPTShape  # noqa: E402
 
 
+# Of nothing: as in a training, an optimizer steps. In torch's cache without expandable segments the
+# engine awaits the first of its steps.
+_OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A model with its data on it. `blocks`: what a checkpoint may be put around.
@@ -34,6 +39,7 @@ class Training:
 
     def zero_grad(self) -> None:
         """Before a step."""
+        _OPTIMIZER.step()
         self.model.zero_grad(set_to_none=not self.keep_gradients)
 
 

@@ -149,6 +149,7 @@ class Runtime {
   // side.
   static std::atomic_ref<std::uint64_t> awaits() { return TorchStore::awaits(); }
   static std::uint64_t* devices_that_await() { return TorchStore::devices_that_await(); }
+  static void set_optimizer_due(bool due) { TorchStore::set_optimizer_due(due); }
   // Gives up references that only a thread with the GIL may drop. With the GIL.
   void drop_orphans();
   // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.

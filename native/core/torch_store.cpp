@@ -421,7 +421,8 @@ bool TorchStore::cuts_otherwise() {
 // segment has no walls, but gives nothing back before all of it is free. So without expandable ones
 // each request has its own where other streams take more than what is left for them, where weights
 // lie between what leaves, where a step had little room beside what is live, or went over, and in a
-// MemPool, which has one of its own. Smaller requests share segments of torch's anyway.
+// MemPool, which has one of its own; and until an optimizer has stepped, whose state would lie in
+// it for good. Smaller requests share segments of torch's anyway.
 bool TorchStore::maps_whole() {
   if (cache_.by_pages()) {
     return true;
@@ -435,7 +436,7 @@ bool TorchStore::maps_whole() {
   if (peaks.request < kAlone || !fits_under(peaks.live + stuck / 2, beside, d_.ceiling()) ||
       d_.budget.high <= tight_ || held_.side().triggers == 0 ||
       segments_.newest() != MemPoolSegments::Pool{} || !d_.weights.standing().empty() ||
-      cuts_otherwise()) {
+      optimizer_due_.load(std::memory_order_relaxed) || cuts_otherwise()) {
     return false;
   }
   Bytes all = 0;

@@ -51,6 +51,10 @@ class TorchStore final : public Store {
     return std::atomic_ref<std::uint64_t>(devices_that_await_);
   }
   static std::uint64_t* devices_that_await() { return &devices_that_await_; }
+  // Whether what optimizers keep is still to be made: in the first of their steps.
+  static void set_optimizer_due(bool due) {
+    optimizer_due_.store(due, std::memory_order_relaxed);
+  }
   // By device, the bits of sizes that CacheMap::place has something to say of; read atomically.
   static constexpr std::size_t kDevices = 64;
   static std::uint64_t* survivor_sizes() { return survivor_sizes_.data(); }
@@ -164,6 +168,7 @@ class TorchStore final : public Store {
 
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::uint64_t
       devices_that_await_ = 0;
+  inline static std::atomic<bool> optimizer_due_ = false;
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::array<
       std::uint64_t, kDevices> survivor_sizes_{};
 

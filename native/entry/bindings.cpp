@@ -281,6 +281,7 @@ NB_MODULE(_native, module) {
       "table"_a);
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
+  module.def("set_optimizer_due", &set_optimizer_due, "due"_a);
   module.def("enter_torch", &enter_torch, "device"_a);
   module.def("can_route", &can_route);
   module.def("set_torch_pool", &set_torch_pool, "device"_a, "first"_a, "second"_a);

@@ -70,8 +70,22 @@ def reach_torch(device: int, config: Config) -> None:
             )
             if found.state != "loaded":
                 native.use_python_side()
+            _await_optimizer()
             _reached.trigger = found
         native.enter_torch(device)
+
+
+def _await_optimizer() -> None:
+    """What an optimizer makes in its first step stays: until then the core lays out for that."""
+    import torch
+    from torch.optim import optimizer
+
+    def stepped(*_: object) -> None:
+        native.set_optimizer_due(False)
+
+    native.set_optimizer_due(True)
+    apart: Any = torch.compiler.disable  # of a step that is compiled, too
+    optimizer.register_optimizer_step_post_hook(apart(stepped))
 
 
 def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:
