@@ -18,7 +18,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 from stagehand_alloc._cli.demo_gpt import GPT  # noqa: E402
 from stagehand_alloc._cli.demo_gpt import Shape as GPTShape  # noqa: E402
 
-
 # Of nothing: as in a training, an optimizer steps. In torch's cache without expandable segments the
 # engine awaits the first of its steps.
 _OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0)

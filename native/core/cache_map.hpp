@@ -114,6 +114,8 @@ class CacheMap {
   std::uint64_t survivor_sizes();
   std::optional<driver::Stream> lacks_apart();
   void give_apart(driver::Stream stream, driver::Stream apart);
+  bool has_apart(driver::Stream stream);
+  void serve_all_apart(driver::Stream stream, Bytes room);
   std::uint64_t serial();  // of the newest
   // Whether torch has handed out a large block at the address.
   bool live(Address address);

@@ -58,7 +58,9 @@ std::vector<CacheMap::Large> CacheMap::large() {
   std::vector<Large> all;
   for (const auto& [owner, count] : large_) {
     const auto& [before, earlier] = count.before;
-    all.push_back({owner, count.mapped, before, std::min(before, earlier)});
+    if (!survivors_.is_apart(owner.stream)) {
+      all.push_back({owner, count.mapped, before, std::min(before, earlier)});
+    }
   }
   return all;
 }
@@ -104,7 +106,7 @@ Bytes CacheMap::growth_of_others(driver::Stream stream) {
   Bytes growth = 0;
   for (const auto& [other, count] : streams_) {
     const Bytes most = std::max({count.peak, count.before.front(), count.before.back()});
-    growth += other != stream ? most - count.mapped : 0;
+    growth += other != stream && !survivors_.is_apart(other) ? most - count.mapped : 0;
   }
   return growth;
 }

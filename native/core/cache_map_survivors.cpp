@@ -51,4 +51,14 @@ void CacheMap::give_apart(driver::Stream stream, driver::Stream apart) {
   survivors_.give(stream, apart);
 }
 
+bool CacheMap::has_apart(driver::Stream stream) {
+  const Lock lock(mutex_);
+  return survivors_.has_apart(stream);
+}
+
+void CacheMap::serve_all_apart(driver::Stream stream, Bytes room) {
+  const Lock lock(mutex_);
+  survivors_.serve_all(stream, room);
+}
+
 }  // namespace stagehand::core

@@ -456,6 +456,20 @@ void Runtime::asks() {
   }
 }
 
+void Runtime::optimizer_begins(driver::Stream stream) {
+  if (uses_torch()) {
+    Entry entry(d_.gate);
+    torch_->optimizer_begins(entry, stream);
+  }
+}
+
+void Runtime::optimizer_ended() {
+  if (uses_torch()) {
+    const Entry entry(d_.gate);
+    torch_->optimizer_ended();
+  }
+}
+
 void Runtime::drop_orphans() {
   if (uses_torch()) {
     torch_->drop_orphans();

@@ -15,7 +15,11 @@ std::uint32_t Survivors::served(Bytes bytes) {
   return nth;
 }
 
-driver::Stream Survivors::place(Bytes bytes, driver::Stream stream) const {
+driver::Stream Survivors::place(Bytes bytes, driver::Stream stream) {
+  if (auto& [of, room] = all_of_; of == stream && bytes <= room) {
+    room -= bytes;
+    return apart_of(stream).value_or(stream);
+  }
   const bool next = std::any_of(counted_.begin(), counted_.end(), [&](const Counted& one) {
     return one.last.bytes == bytes && one.last.stream == stream && one.last.nth == one.served + 1;
   });
@@ -23,6 +27,7 @@ driver::Stream Survivors::place(Bytes bytes, driver::Stream stream) const {
 }
 
 void Survivors::begin_step(const std::vector<One>& there, Bytes most) {
+  all_of_ = {};  // where the optimizer's step has raised
   for (Counted& one : counted_) {
     one.served = 0;
     ++one.missing;
@@ -69,6 +74,11 @@ std::optional<driver::Stream> Survivors::apart_of(driver::Stream stream) const {
   const auto found = std::find_if(apart_.begin(), apart_.end(),
                                   [&](const auto& one) { return one.first == stream; });
   return found != apart_.end() ? std::optional(found->second) : std::nullopt;
+}
+
+bool Survivors::is_apart(driver::Stream stream) const {
+  return std::any_of(apart_.begin(), apart_.end(),
+                     [&](const auto& one) { return one.second == stream; });
 }
 
 std::optional<driver::Stream> Survivors::lacks() const {

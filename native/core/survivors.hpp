@@ -7,6 +7,8 @@
 // of it before it) is served from the blocks of another stream, on which nothing ever runs: torch
 // keeps those in segments of their own. A wrong guess costs nothing but its place.
 //
+// What an optimizer keeps is made in its first step, and stays: all of that is served apart.
+//
 // Only what is decided; guarded by the cache map's lock.
 #pragma once
 
@@ -32,16 +34,20 @@ class Survivors {
   // size is not counted.
   std::uint32_t served(Bytes bytes);
   // On whose blocks the next request of that size should be served.
-  driver::Stream place(Bytes bytes, driver::Stream stream) const;
+  driver::Stream place(Bytes bytes, driver::Stream stream);
+  // From here on all that the stream asks for is served apart, so many bytes of it; none: 0.
+  void serve_all(driver::Stream stream, Bytes room) { all_of_ = {stream, room}; }
   // A step begins, and has these of the last one; others that had survived before may do so again,
   // as after steps of an evaluation. None is served apart where they are many, or take more than
   // `most`.
   void begin_step(const std::vector<One>& there, Bytes most);
   // Bits (size_bit) of all that are counted: `place` has nothing to say of others.
-  std::uint64_t sizes() const { return sizes_; }
+  std::uint64_t sizes() const { return all_of_.second > 0 ? ~std::uint64_t{0} : sizes_; }
   // A stream whose requests would be served apart, if there was another one for that.
   std::optional<driver::Stream> lacks() const;
   void give(driver::Stream stream, driver::Stream apart) { apart_.push_back({stream, apart}); }
+  bool has_apart(driver::Stream stream) const { return apart_of(stream).has_value(); }
+  bool is_apart(driver::Stream stream) const;
 
  private:
   static constexpr int kMissing = 3;  // in so many steps: it is one no more
@@ -57,6 +63,7 @@ class Survivors {
   std::uint64_t sizes_ = 0;
   // Each stream beside the one that its survivors' blocks are of.
   std::vector<std::pair<driver::Stream, driver::Stream>> apart_;
+  std::pair<driver::Stream, Bytes> all_of_;
 };
 
 }  // namespace stagehand::core

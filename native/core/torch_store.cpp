@@ -383,13 +383,47 @@ void TorchStore::serve_apart() {
   cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0);
   saving_ = true;
   if (const std::optional<driver::Stream> lacking = cache_.lacks_apart(); lacking.has_value()) {
-    driver::Stream apart = nullptr;
-    if (d_.gate->stream_create(&apart, driver::kStreamNonBlocking, 0) == driver::kSuccess) {
-      cache_.give_apart(*lacking, apart);
-    }
+    give_apart(*lacking);
   }
+  tell_sizes();
+}
+
+void TorchStore::give_apart(driver::Stream stream) {
+  driver::Stream apart = nullptr;
+  if (d_.gate->stream_create(&apart, driver::kStreamNonBlocking, 0) == driver::kSuccess) {
+    cache_.give_apart(stream, apart);
+  }
+}
+
+void TorchStore::tell_sizes() {
   std::atomic_ref(survivor_sizes_[static_cast<std::size_t>(d_.number)])
       .store(cache_.survivor_sizes(), std::memory_order_relaxed);
+}
+
+// What it keeps stays for good. Among what the steps before left free it would hold whole segments
+// there, or be a wall in the one that steps have. So those go back, and it gets segments of its
+// own, as far as `high` has room for them beside the rest.
+void TorchStore::optimizer_begins(Entry& entry, driver::Stream stream) {
+  if (held_.side().triggers == 0 || !(squeezed_ || has_left()) || !d_.weights.standing().empty()) {
+    return;
+  }
+  {
+    const Unlocked unlocked(entry);
+    release_cached();
+  }
+  refresh();
+  if (!cache_.has_apart(stream)) {
+    give_apart(stream);
+  }
+  const Bytes roof = roof_of_driver(0, high_at_entry_);
+  cache_.serve_all_apart(stream, roof - std::min(roof, d_.counters.mapped));
+  tell_sizes();
+}
+
+void TorchStore::optimizer_ended() {
+  optimizer_due_.store(false, std::memory_order_relaxed);
+  cache_.serve_all_apart(nullptr, 0);
+  tell_sizes();
 }
 
 void TorchStore::end_step() {

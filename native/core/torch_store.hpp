@@ -51,10 +51,9 @@ class TorchStore final : public Store {
     return std::atomic_ref<std::uint64_t>(devices_that_await_);
   }
   static std::uint64_t* devices_that_await() { return &devices_that_await_; }
-  // Whether what optimizers keep is still to be made: in the first of their steps.
-  static void set_optimizer_due(bool due) {
-    optimizer_due_.store(due, std::memory_order_relaxed);
-  }
+  static void await_optimizer() { optimizer_due_.store(true, std::memory_order_relaxed); }
+  void optimizer_begins(Entry& entry, driver::Stream stream);
+  void optimizer_ended();
   // By device, the bits of sizes that CacheMap::place has something to say of; read atomically.
   static constexpr std::size_t kDevices = 64;
   static std::uint64_t* survivor_sizes() { return survivor_sizes_.data(); }
@@ -159,6 +158,8 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
+  void give_apart(driver::Stream stream);
+  void tell_sizes();
   bool has_left() const;  // any record since the pool was entered
   static bool cuts_otherwise();
   bool maps_whole();

@@ -248,6 +248,4 @@ void settle(core::Runtime& runtime) {
 
 void use_python_side() { Registry::get().set_torch_side(&python_side()); }
 
-void set_optimizer_due(bool due) { core::Runtime::set_optimizer_due(due); }
-
 }  // namespace stagehand::entry

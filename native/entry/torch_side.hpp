@@ -16,8 +16,6 @@ namespace stagehand::entry {
 std::string use_torch_side(std::uintptr_t table, int device);
 // torch through Python instead.
 void use_python_side();
-// Whether what torch's optimizers keep is still to be made. Any thread.
-void set_optimizer_due(bool due);
 // Whether the table can tell torch whose requests a MemPool serves; else Python does, by thread.
 bool can_route();
 // A MemPool stays there although its object goes, until it is let go. False: torch cannot be told.

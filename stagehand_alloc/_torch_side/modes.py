@@ -18,6 +18,7 @@ from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._settings.config import Config, Mode
 from stagehand_alloc._tell import warn_once
 from stagehand_alloc._torch_side import install as _install
+from stagehand_alloc._torch_side.optimizers import FirstSteps
 
 WITHOUT_INSTALLING: Mode = "native"  # what is used where nothing is installed
 
@@ -29,6 +30,7 @@ class _Reached(Guarded):
         super().__init__()
         self.trigger: Trigger | None = None  # by which it was reached
         self.segments: Any = None  # torch's allocator object, of entry points for MemPool segments
+        self.first_steps = FirstSteps()
 
 
 _reached = _Reached()
@@ -70,22 +72,10 @@ def reach_torch(device: int, config: Config) -> None:
             )
             if found.state != "loaded":
                 native.use_python_side()
-            _await_optimizer()
+            _reached.first_steps.watch()
             _reached.trigger = found
         native.enter_torch(device)
-
-
-def _await_optimizer() -> None:
-    """What an optimizer makes in its first step stays: until then the core lays out for that."""
-    import torch
-    from torch.optim import optimizer
-
-    def stepped(*_: object) -> None:
-        native.set_optimizer_due(False)
-
-    native.set_optimizer_due(True)
-    apart: Any = torch.compiler.disable  # of a step that is compiled, too
-    optimizer.register_optimizer_step_post_hook(apart(stepped))
+        _reached.first_steps.await_on(device)
 
 
 def make_mem_pool(device: int, *, use_on_oom: bool = False) -> Any:

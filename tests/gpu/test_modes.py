@@ -5,6 +5,7 @@ Every test that trains compares each loss and gradient with a step without a poo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import re
@@ -149,6 +150,63 @@ def test_what_outlives_its_step_is_served_apart_and_keeps_its_bytes(torch_books:
     assert len(set(streams)) == 2
     assert bool((kept[-1] == 7).all())
     assert pool.stats().overshoot_bytes == 0
+
+
+def adamw_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, around: Any = None
+) -> list[str]:
+    """Whole steps; the digests of all weights and of what the optimizer keeps."""
+    for _ in range(STEPS):
+        with around or contextlib.nullcontext():
+            loss = mean_square(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [t for state in optimizer.state.values() for t in state.values()]
+    return [digest(tensor) for tensor in [*model.parameters(), *kept]]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def test_what_an_optimizer_keeps_lies_apart_and_it_trains_as_without_a_pool(
+    torch_books: None,
+) -> None:
+    x = rows(width=1024)
+    model = mlp(width=1024)
+    expected = adamw_steps(model, adamw(model), x)
+    model = mlp(width=1024)
+    optimizer = adamw(model)
+    pool = budget_on_torch("native", 300 * MIB)
+    for _ in range(STEPS):  # of warming up
+        one_step(model, x, pool)
+    assert adamw_steps(model, optimizer, x, pool) == expected
+    kept = [t for state in optimizer.state.values() for t in state.values() if t.nbytes > MIB]
+    assert len(kept) == 12
+    assert all(stream_of(tensor) != 0 for tensor in kept)
+    assert stream_of(torch.empty(4 * MIB, device="cuda")) == 0
+    assert pool.stats().evicted_bytes > 0
+    assert pool.stats().overshoot_bytes == 0
+
+
+def test_after_an_optimizers_first_step_has_raised_the_next_ones_train_right(
+    torch_books: None,
+) -> None:
+    def fails() -> float:
+        raise RuntimeError("the closure")
+
+    x = rows(width=1024)
+    model = mlp(width=1024)
+    expected = adamw_steps(model, adamw(model), x)
+    model = mlp(width=1024)
+    optimizer = adamw(model)
+    pool = budget_on_torch("native", 300 * MIB)
+    one_step(model, x, pool)
+    with pytest.raises(RuntimeError, match="the closure"):
+        optimizer.step(fails)
+    assert adamw_steps(model, optimizer, x, pool) == expected
+    assert stream_of(torch.empty(4 * MIB, device="cuda")) == 0
 
 
 def test_native_and_mempool_pools_take_turns(torch_books: None) -> None:

@@ -440,6 +440,9 @@ class LoraReplay {
     if (kept_.has_value()) {
       tensors_.drop(*kept_);
     }
+    for (const auto& made : of_optimizer_) {
+      tensors_.drop(made);
+    }
     tensors_.drop(others_);
   }
   LoraReplay(const LoraReplay&) = delete;
@@ -473,6 +476,20 @@ class LoraReplay {
   // So much on the trace's stream of that number, and no more.
   void take_between(std::uint64_t stream, Bytes bytes) {
     tensors_.drop(tensors_.make(bytes, streams_.of({'a', 0, bytes, stream, 0}, rig_)));
+  }
+
+  // An optimizer takes its first step, and keeps tensors of these sizes, for as long as this is
+  // there. Whether all are served apart: in torch's cache only.
+  bool optimizer_keeps(const std::vector<Bytes>& sizes) {
+    rig_.runtime->clear_budget();
+    rig_.runtime->optimizer_begins(stream_);
+    bool apart = true;
+    for (const Bytes bytes : sizes) {
+      of_optimizer_.push_back(tensors_.make(bytes, rig().cache.place(bytes, stream_)));
+      apart = apart && of_optimizer_.back().stream != stream_;
+    }
+    rig_.runtime->optimizer_ended();
+    return apart;
   }
 
   // What a step takes, of so many after the first ones, where nothing waits for a step but the one
@@ -713,6 +730,7 @@ class LoraReplay {
   std::map<std::uint64_t, std::size_t> call_of_;  // of a record, from 1 on
   std::uint64_t steps_ = 0;
   typename Tensors::Made others_{};
+  std::vector<typename Tensors::Made> of_optimizer_;
   std::map<std::uint64_t, typename Tensors::Made> blocks_;
   std::map<std::uint64_t, typename Tensors::Held> records_;
   std::map<std::uint64_t, typename Tensors::Alias> aliases_;

@@ -285,8 +285,9 @@ TEST("told for what, steps of experts keep to high, and from the twelfth on they
 // A recorded step where torch has no expandable segments, and what it makes of so much of the
 // activations.
 struct Segments : LoraReplay<HeldTensors, NoWeights> {
-  Segments(const std::string& trace, double share)
-      : LoraReplay({read_trace(trace)}, high_of(trace, share), lora_machine(on_one_link)) {}
+  // `more`: of `high`, for what else is there.
+  Segments(const std::string& trace, double share, Bytes more = 0)
+      : LoraReplay({read_trace(trace)}, high_of(trace, share) + more, lora_machine(on_one_link)) {}
 
   FakeTorch& torch() { return rig().torch; }
   static Bytes high_of(const std::string& trace, double share) {
@@ -333,13 +334,39 @@ TEST("where torch is told to cut no large block each request has a segment of it
 // What it makes would lie in the one segment, which then never goes back: Llama at 40 % whose state
 // comes before the tenth step went over in 10 to 51 of 60 steps for 0 to 2.
 TEST("before an optimizer has stepped, each request keeps a segment of its own") {
-  Runtime::set_optimizer_due(true);
+  Runtime::await_optimizer();
   Segments replay("gpt_8k.txt", 0.6);
   settled_steps(replay, 0, 4);
   CHECK(replay.torch().largest_segment() < kUncut);
-  Runtime::set_optimizer_due(false);
+  replay.rig().runtime->optimizer_ended();
   settled_steps(replay, 4, 2);
   CHECK(replay.torch().largest_segment() > 4 * kUncut);
+}
+
+// As of AdamW, 720 MiB.
+std::vector<Bytes> optimizer_sizes() {
+  std::vector<Bytes> sizes;
+  for (Bytes i = 0; i < 60; ++i) {
+    sizes.push_back((4 + i % 5 * 4) * 1_MiB);
+  }
+  return sizes;
+}
+
+// It would hold segments of the first step's for good, most of each free: 997 MiB over high.
+TEST("what an optimizer keeps gets segments of its own, and no step after it goes over high") {
+  Segments replay("llama.txt", 0.4, 720_MiB);
+  replay.step();
+  CHECK(replay.optimizer_keeps(optimizer_sizes()));
+  settled_steps(replay, 0, 24);
+}
+
+TEST("what finds no room beside the rest lies among what is free, and torch reserves no more") {
+  Segments replay("llama.txt", 0.75);  // nobody has told that an optimizer comes
+  settled_steps(replay, 0, 4);
+  replay.step();
+  const Bytes reserved = replay.torch().reserved();
+  CHECK(!replay.optimizer_keeps(std::vector<Bytes>(60, 64_MiB)));
+  CHECK(replay.torch().reserved() <= std::max(reserved, Segments::high_of("llama.txt", 0.75)));
 }
 
 TEST("where a step in one segment went over, each request has its own in the next ones") {
