@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -17,10 +18,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
 from stagehand_alloc._cli.demo_gpt import GPT  # noqa: E402
 from stagehand_alloc._cli.demo_gpt import Shape as GPTShape  # noqa: E402
-
-# Of nothing: as in a training, an optimizer steps. In torch's cache without expandable segments the
-# engine awaits the first of its steps.
-_OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +35,14 @@ class Training:
 
     def zero_grad(self) -> None:
         """Before a step."""
-        _OPTIMIZER.step()
+        self._optimizer.step()
         self.model.zero_grad(set_to_none=not self.keep_gradients)
+
+    @functools.cached_property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """One that keeps nothing: in torch's cache the engine awaits the first step of one."""
+        of = torch.zeros(1, device=next(self.model.parameters()).device)
+        return torch.optim.SGD([of], lr=0)
 
 
 def build(

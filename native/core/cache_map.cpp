@@ -18,6 +18,11 @@ Bytes CacheMap::growth_for(Bytes request) {
     return kSmallBuffer;
   }
   const Lock lock(mutex_);
+  return growth_of(request);
+}
+
+// For a large one.
+Bytes CacheMap::growth_of(Bytes request) const {
   if (expandable_) {
     return round_up(request, kLargeBuffer);
   }
@@ -437,6 +442,10 @@ CacheMap::Hole CacheMap::largest_hole() {
 
 Bytes CacheMap::largest_hole(const Owner& owner) {
   const Lock lock(mutex_);
+  return largest_hole_of(owner);
+}
+
+Bytes CacheMap::largest_hole_of(const Owner& owner) const {
   const auto found = holes_.find(owner);
   return found != holes_.end() && !found->second.empty() ? *found->second.rbegin() : 0;
 }

@@ -115,7 +115,8 @@ class CacheMap {
   std::optional<driver::Stream> lacks_apart();
   void give_apart(driver::Stream stream, driver::Stream apart);
   bool has_apart(driver::Stream stream);
-  void serve_all_apart(driver::Stream stream, Bytes room);
+  void serve_all_apart(driver::Stream stream, Bytes roof);
+  void serve_few_apart();
   std::uint64_t serial();  // of the newest
   // Whether torch has handed out a large block at the address.
   bool live(Address address);
@@ -199,6 +200,8 @@ class CacheMap {
   void free(const CacheEvent& event);
   Segments::iterator segment_of(Address address);
   // The hole between the blocks around `address`, where none is at it.
+  Bytes largest_hole_of(const Owner& owner) const;
+  Bytes growth_of(Bytes request) const;
   void hole_around(const Segment& segment, Address base, Lives::iterator after, Address* begin,
                    Address* end);
   Holes::const_iterator fit(const Owner& owner, const Holes& holes, Bytes bytes);

@@ -1,6 +1,7 @@
 // What of a step is there when the next one begins, and where its requests are served then.
 #include <algorithm>
 
+#include "core/budget.hpp"
 #include "core/cache_map.hpp"
 
 namespace stagehand::core {
@@ -33,7 +34,15 @@ void CacheMap::end_saving() {
 
 driver::Stream CacheMap::place(Bytes bytes, driver::Stream stream) {
   const Lock lock(mutex_);
-  return survivors_.place(round_up(bytes, kBlockUnit), stream);
+  bytes = round_up(bytes, kBlockUnit);
+  if (const auto& all_of = survivors_.all_of(); all_of.has_value() && all_of->stream == stream) {
+    const std::optional<driver::Stream> apart = survivors_.apart_of(stream);
+    if (apart.has_value() && (largest_hole_of(Owner{*apart}) >= bytes ||
+                              fits_under(usage_.reserved, growth_of(bytes), all_of->roof))) {
+      return *apart;
+    }
+  }
+  return survivors_.place(bytes, stream);
 }
 
 std::uint64_t CacheMap::survivor_sizes() {
@@ -53,12 +62,17 @@ void CacheMap::give_apart(driver::Stream stream, driver::Stream apart) {
 
 bool CacheMap::has_apart(driver::Stream stream) {
   const Lock lock(mutex_);
-  return survivors_.has_apart(stream);
+  return survivors_.apart_of(stream).has_value();
 }
 
-void CacheMap::serve_all_apart(driver::Stream stream, Bytes room) {
+void CacheMap::serve_all_apart(driver::Stream stream, Bytes roof) {
   const Lock lock(mutex_);
-  survivors_.serve_all(stream, room);
+  survivors_.serve_all(stream, roof);
+}
+
+void CacheMap::serve_few_apart() {
+  const Lock lock(mutex_);
+  survivors_.serve_few();
 }
 
 }  // namespace stagehand::core

@@ -456,17 +456,24 @@ void Runtime::asks() {
   }
 }
 
-void Runtime::optimizer_begins(driver::Stream stream) {
+void Runtime::await_optimizer(bool due) {
   if (uses_torch()) {
-    Entry entry(d_.gate);
-    torch_->optimizer_begins(entry, stream);
+    const Entry entry(d_.gate);
+    torch_->await_optimizer(due);
   }
 }
 
-void Runtime::optimizer_ended() {
+void Runtime::optimizer_makes(driver::Stream stream) {
+  if (uses_torch()) {
+    Entry entry(d_.gate);
+    torch_->optimizer_makes(entry, stream);
+  }
+}
+
+void Runtime::optimizer_made() {
   if (uses_torch()) {
     const Entry entry(d_.gate);
-    torch_->optimizer_ended();
+    torch_->optimizer_made();
   }
 }
 

@@ -149,11 +149,10 @@ class Runtime {
   // side.
   static std::atomic_ref<std::uint64_t> awaits() { return TorchStore::awaits(); }
   static std::uint64_t* devices_that_await() { return TorchStore::devices_that_await(); }
-  // What optimizers keep is still to be made. Then: one takes its first step, on that stream; until
-  // it ends, or the next step begins where it raised.
-  static void await_optimizer() { TorchStore::await_optimizer(); }
-  void optimizer_begins(driver::Stream stream);
-  void optimizer_ended();
+  // As of TorchStore; nothing in other modes.
+  void await_optimizer(bool due);
+  void optimizer_makes(driver::Stream stream);
+  void optimizer_made();
   // Gives up references that only a thread with the GIL may drop. With the GIL.
   void drop_orphans();
   // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.

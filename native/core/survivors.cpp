@@ -15,11 +15,7 @@ std::uint32_t Survivors::served(Bytes bytes) {
   return nth;
 }
 
-driver::Stream Survivors::place(Bytes bytes, driver::Stream stream) {
-  if (auto& [of, room] = all_of_; of == stream && bytes <= room) {
-    room -= bytes;
-    return apart_of(stream).value_or(stream);
-  }
+driver::Stream Survivors::place(Bytes bytes, driver::Stream stream) const {
   const bool next = std::any_of(counted_.begin(), counted_.end(), [&](const Counted& one) {
     return one.last.bytes == bytes && one.last.stream == stream && one.last.nth == one.served + 1;
   });
@@ -27,7 +23,7 @@ driver::Stream Survivors::place(Bytes bytes, driver::Stream stream) {
 }
 
 void Survivors::begin_step(const std::vector<One>& there, Bytes most) {
-  all_of_ = {};  // where the optimizer's step has raised
+  serve_few();  // the optimizer's step has raised
   for (Counted& one : counted_) {
     one.served = 0;
     ++one.missing;

@@ -34,19 +34,26 @@ class Survivors {
   // size is not counted.
   std::uint32_t served(Bytes bytes);
   // On whose blocks the next request of that size should be served.
-  driver::Stream place(Bytes bytes, driver::Stream stream);
-  // From here on all that the stream asks for is served apart, so many bytes of it; none: 0.
-  void serve_all(driver::Stream stream, Bytes room) { all_of_ = {stream, room}; }
+  driver::Stream place(Bytes bytes, driver::Stream stream) const;
+  // All that the stream asks for is served apart, until `serve_few` or the next step, as long as
+  // torch reserves no more than `roof` for it.
+  void serve_all(driver::Stream stream, Bytes roof) { all_of_ = {stream, roof}; }
+  void serve_few() { all_of_.reset(); }
+  struct AllOf {
+    driver::Stream stream = nullptr;
+    Bytes roof = 0;
+  };
+  const std::optional<AllOf>& all_of() const { return all_of_; }
   // A step begins, and has these of the last one; others that had survived before may do so again,
   // as after steps of an evaluation. None is served apart where they are many, or take more than
   // `most`.
   void begin_step(const std::vector<One>& there, Bytes most);
   // Bits (size_bit) of all that are counted: `place` has nothing to say of others.
-  std::uint64_t sizes() const { return all_of_.second > 0 ? ~std::uint64_t{0} : sizes_; }
+  std::uint64_t sizes() const { return all_of_.has_value() ? ~std::uint64_t{0} : sizes_; }
   // A stream whose requests would be served apart, if there was another one for that.
   std::optional<driver::Stream> lacks() const;
   void give(driver::Stream stream, driver::Stream apart) { apart_.push_back({stream, apart}); }
-  bool has_apart(driver::Stream stream) const { return apart_of(stream).has_value(); }
+  std::optional<driver::Stream> apart_of(driver::Stream stream) const;
   bool is_apart(driver::Stream stream) const;
 
  private:
@@ -57,13 +64,12 @@ class Survivors {
     int missing = 0;  // steps in a row that did not leave it
   };
   void note(One one);
-  std::optional<driver::Stream> apart_of(driver::Stream stream) const;
 
   std::vector<Counted> counted_;
   std::uint64_t sizes_ = 0;
   // Each stream beside the one that its survivors' blocks are of.
   std::vector<std::pair<driver::Stream, driver::Stream>> apart_;
-  std::pair<driver::Stream, Bytes> all_of_;
+  std::optional<AllOf> all_of_;
 };
 
 }  // namespace stagehand::core

@@ -66,16 +66,23 @@ Bytes TorchStore::request_of(Bytes told) const {
   return told != 0 && alone ? told : std::max(told, d_.plan.expected_request());
 }
 
-bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
-  // Nothing is let go of while a stream that we rely on is captured, or the one that asks.
+// Nothing is let go of while a stream that we rely on is captured, or the one that asks.
+bool TorchStore::in_capture(driver::Stream stream) {
   if (d_.clocks.of(stream).captured()) {
-    return false;
+    return true;
   }
   for (std::uint32_t i = 0; i < d_.clocks.size(); ++i) {
     StreamClock& clock = d_.clocks.at(i);
     if (d_.clocks.relied_on(clock) && clock.captured()) {
-      return false;
+      return true;
     }
+  }
+  return false;
+}
+
+bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
+  if (in_capture(stream)) {
+    return false;
   }
   Due& due = d_.gate.due();
   take_stuck();

@@ -382,6 +382,7 @@ void TorchStore::serve_apart() {
   cache_.begin_step();
   cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0);
   saving_ = true;
+  gave_back_ = false;
   if (const std::optional<driver::Stream> lacking = cache_.lacks_apart(); lacking.has_value()) {
     give_apart(*lacking);
   }
@@ -402,12 +403,14 @@ void TorchStore::tell_sizes() {
 
 // What it keeps stays for good. Among what the steps before left free it would hold whole segments
 // there, or be a wall in the one that steps have. So those go back, and it gets segments of its
-// own, as far as `high` has room for them beside the rest.
-void TorchStore::optimizer_begins(Entry& entry, driver::Stream stream) {
-  if (held_.side().triggers == 0 || !(squeezed_ || has_left()) || !d_.weights.standing().empty()) {
+// own, as far as `high` has room for them beside the rest. They do not go back in a backward, where
+// an optimizer of each parameter may step: what comes back needs them.
+void TorchStore::optimizer_makes(Entry& entry, driver::Stream stream) {
+  if (held_.side().triggers == 0 || !(squeezed_ || has_left()) || !d_.weights.standing().empty() ||
+      in_capture(stream)) {
     return;
   }
-  {
+  if (d_.ledger.size() == 0 && cache_.releasable() >= kAside && !std::exchange(gave_back_, true)) {
     const Unlocked unlocked(entry);
     release_cached();
   }
@@ -415,14 +418,12 @@ void TorchStore::optimizer_begins(Entry& entry, driver::Stream stream) {
   if (!cache_.has_apart(stream)) {
     give_apart(stream);
   }
-  const Bytes roof = roof_of_driver(0, high_at_entry_);
-  cache_.serve_all_apart(stream, roof - std::min(roof, d_.counters.mapped));
+  cache_.serve_all_apart(stream, roof_of_driver(0, high_at_entry_));
   tell_sizes();
 }
 
-void TorchStore::optimizer_ended() {
-  optimizer_due_.store(false, std::memory_order_relaxed);
-  cache_.serve_all_apart(nullptr, 0);
+void TorchStore::optimizer_made() {
+  cache_.serve_few_apart();
   tell_sizes();
 }
 
@@ -470,7 +471,7 @@ bool TorchStore::maps_whole() {
   if (peaks.request < kAlone || !fits_under(peaks.live + stuck / 2, beside, d_.ceiling()) ||
       d_.budget.high <= tight_ || held_.side().triggers == 0 ||
       segments_.newest() != MemPoolSegments::Pool{} || !d_.weights.standing().empty() ||
-      optimizer_due_.load(std::memory_order_relaxed) || cuts_otherwise()) {
+      optimizer_due_ || cuts_otherwise()) {
     return false;
   }
   Bytes all = 0;

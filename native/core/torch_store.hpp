@@ -51,9 +51,11 @@ class TorchStore final : public Store {
     return std::atomic_ref<std::uint64_t>(devices_that_await_);
   }
   static std::uint64_t* devices_that_await() { return &devices_that_await_; }
-  static void await_optimizer() { optimizer_due_.store(true, std::memory_order_relaxed); }
-  void optimizer_begins(Entry& entry, driver::Stream stream);
-  void optimizer_ended();
+  // Whether no optimizer that is there has taken its first step: what it keeps is still to be made.
+  void await_optimizer(bool due) { optimizer_due_ = due; }
+  // From here on one makes that, on that stream; until it has, or the next step begins.
+  void optimizer_makes(Entry& entry, driver::Stream stream);
+  void optimizer_made();
   // By device, the bits of sizes that CacheMap::place has something to say of; read atomically.
   static constexpr std::size_t kDevices = 64;
   static std::uint64_t* survivor_sizes() { return survivor_sizes_.data(); }
@@ -159,6 +161,7 @@ class TorchStore final : public Store {
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
   void give_apart(driver::Stream stream);
+  bool in_capture(driver::Stream stream);
   void tell_sizes();
   bool has_left() const;  // any record since the pool was entered
   static bool cuts_otherwise();
@@ -169,7 +172,6 @@ class TorchStore final : public Store {
 
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::uint64_t
       devices_that_await_ = 0;
-  inline static std::atomic<bool> optimizer_due_ = false;
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::array<
       std::uint64_t, kDevices> survivor_sizes_{};
 
@@ -210,6 +212,8 @@ class TorchStore final : public Store {
   int times_whole_ = 0;             // it was
   bool pressed_ = false;            // in any step
   bool pool_waits_ = false;         // there is a MemPool that does not serve this step
+  bool optimizer_due_ = false;      // as of await_optimizer
+  bool gave_back_ = false;          // for an optimizer, since the step began
   bool saving_ = false;             // nothing has been asked for in this step
 };
 

@@ -183,18 +183,6 @@ bool outgrown(int device, std::uint64_t first, std::uint64_t second, core::Bytes
   return runtime.uses_torch() && runtime.outgrown({first, second}, high);
 }
 
-void optimizer_begins(int device, std::uintptr_t stream) {
-  core::Runtime& runtime = opened(device);
-  const GilReleased unlocked;
-  runtime.optimizer_begins(reinterpret_cast<driver::Stream>(stream));
-}
-
-void optimizer_ended(int device) {
-  core::Runtime& runtime = opened(device);
-  const GilReleased unlocked;
-  runtime.optimizer_ended();
-}
-
 void set_debug(bool evict_everything, bool poison, bool checksums) {
   Recipe::trust(evict_everything);
   Registry::get().each(
@@ -293,9 +281,26 @@ NB_MODULE(_native, module) {
       "table"_a);
   module.def("use_torch_side", &use_torch_side, "table"_a, "device"_a);
   module.def("use_python_side", &use_python_side);
-  module.def("await_optimizer", &core::Runtime::await_optimizer);
-  module.def("optimizer_begins", &optimizer_begins, "device"_a, "stream"_a);
-  module.def("optimizer_ended", &optimizer_ended, "device"_a);
+  module.def(
+      "await_optimizer",
+      [](int device, bool due) {
+        without_gil(device, [due](core::Runtime& runtime) { runtime.await_optimizer(due); });
+      },
+      "device"_a, "due"_a);
+  module.def(
+      "optimizer_makes",
+      [](int device, std::uintptr_t stream) {
+        without_gil(device, [stream](core::Runtime& runtime) {
+          runtime.optimizer_makes(reinterpret_cast<driver::Stream>(stream));
+        });
+      },
+      "device"_a, "stream"_a);
+  module.def(
+      "optimizer_made",
+      [](int device) {
+        without_gil(device, [](core::Runtime& runtime) { runtime.optimizer_made(); });
+      },
+      "device"_a);
   module.def("enter_torch", &enter_torch, "device"_a);
   module.def("can_route", &can_route);
   module.def("set_torch_pool", &set_torch_pool, "device"_a, "first"_a, "second"_a);

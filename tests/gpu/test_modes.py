@@ -190,23 +190,57 @@ def test_what_an_optimizer_keeps_lies_apart_and_it_trains_as_without_a_pool(
     assert pool.stats().overshoot_bytes == 0
 
 
-def test_after_an_optimizers_first_step_has_raised_the_next_ones_train_right(
+def test_after_an_optimizers_first_step_has_raised_the_next_one_is_as_ever(
     torch_books: None,
 ) -> None:
-    def fails() -> float:
-        raise RuntimeError("the closure")
+    class Raises(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("in the step")
 
     x = rows(width=1024)
     model = mlp(width=1024)
-    expected = adamw_steps(model, adamw(model), x)
-    model = mlp(width=1024)
-    optimizer = adamw(model)
     pool = budget_on_torch("native", 300 * MIB)
-    one_step(model, x, pool)
-    with pytest.raises(RuntimeError, match="the closure"):
-        optimizer.step(fails)
-    assert adamw_steps(model, optimizer, x, pool) == expected
-    assert stream_of(torch.empty(4 * MIB, device="cuda")) == 0
+    expected = one_step(model, x)
+    assert one_step(model, x, pool) == expected
+    with pytest.raises(RuntimeError, match="in the step"):
+        Raises(model.parameters(), lr=1e-3).step()
+    assert stream_of(torch.empty(4 * MIB, device="cuda")) != 0
+    with pool:
+        assert stream_of(torch.empty(4 * MIB, device="cuda")) == 0
+    assert one_step(model, x, pool) == expected
+    assert pool.stats().evicted_bytes > 0
+
+
+def test_what_a_closure_runs_does_not_lie_apart_and_what_it_is_run_for_does(
+    torch_books: None,
+) -> None:
+    x = rows(width=1024)
+    streams: list[int] = []
+
+    def trained(around: Any) -> list[str]:
+        model = mlp(width=1024)
+        optimizer = adamw(model)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            with around:
+                loss = mean_square(model, x)
+            loss.backward()
+            streams.extend(stream_of(p.grad) for p in model.parameters() if p.grad is not None)
+            return loss
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+        kept = [t for state in optimizer.state.values() for t in state.values()]
+        apart = {stream_of(tensor) for tensor in kept if tensor.nbytes > MIB}
+        assert (0 in apart) == isinstance(around, contextlib.nullcontext)
+        return [digest(tensor) for tensor in [*model.parameters(), *kept]]
+
+    expected = trained(contextlib.nullcontext())
+    pool = budget_on_torch("native", 300 * MIB)
+    assert trained(pool) == expected
+    assert set(streams) == {0}
+    assert pool.stats().evicted_bytes > 0
 
 
 def test_native_and_mempool_pools_take_turns(torch_books: None) -> None:

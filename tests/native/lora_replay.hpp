@@ -482,13 +482,13 @@ class LoraReplay {
   // there. Whether all are served apart: in torch's cache only.
   bool optimizer_keeps(const std::vector<Bytes>& sizes) {
     rig_.runtime->clear_budget();
-    rig_.runtime->optimizer_begins(stream_);
+    rig_.runtime->optimizer_makes(stream_);
     bool apart = true;
     for (const Bytes bytes : sizes) {
       of_optimizer_.push_back(tensors_.make(bytes, rig().cache.place(bytes, stream_)));
       apart = apart && of_optimizer_.back().stream != stream_;
     }
-    rig_.runtime->optimizer_ended();
+    rig_.runtime->optimizer_made();
     return apart;
   }
 

@@ -334,11 +334,11 @@ TEST("where torch is told to cut no large block each request has a segment of it
 // What it makes would lie in the one segment, which then never goes back: Llama at 40 % whose state
 // comes before the tenth step went over in 10 to 51 of 60 steps for 0 to 2.
 TEST("before an optimizer has stepped, each request keeps a segment of its own") {
-  Runtime::await_optimizer();
   Segments replay("gpt_8k.txt", 0.6);
+  replay.rig().runtime->await_optimizer(true);
   settled_steps(replay, 0, 4);
   CHECK(replay.torch().largest_segment() < kUncut);
-  replay.rig().runtime->optimizer_ended();
+  replay.rig().runtime->await_optimizer(false);
   settled_steps(replay, 4, 2);
   CHECK(replay.torch().largest_segment() > 4 * kUncut);
 }
@@ -360,13 +360,32 @@ TEST("what an optimizer keeps gets segments of its own, and no step after it goe
   settled_steps(replay, 0, 24);
 }
 
+// torch maps 12 MiB for each.
 TEST("what finds no room beside the rest lies among what is free, and torch reserves no more") {
-  Segments replay("llama.txt", 0.75);  // nobody has told that an optimizer comes
-  settled_steps(replay, 0, 4);
+  Segments replay("llama.txt", 0.5);
   replay.step();
-  const Bytes reserved = replay.torch().reserved();
-  CHECK(!replay.optimizer_keeps(std::vector<Bytes>(60, 64_MiB)));
-  CHECK(replay.torch().reserved() <= std::max(reserved, Segments::high_of("llama.txt", 0.75)));
+  CHECK(!replay.optimizer_keeps(std::vector<Bytes>(400, 10_MiB + 512_KiB)));
+  CHECK(replay.torch().reserved() <= Segments::high_of("llama.txt", 0.5));
+}
+
+// An optimizer of each parameter may step in its backward.
+TEST("segments go back for optimizers once a step, and not while anything is saved") {
+  Segments replay("llama.txt", 0.6);
+  replay.step();
+  HeldRig& rig = replay.rig();
+  driver::Stream s = rig.stream();
+  const HeldTensor tensor = rig.make(kHeldBlock, s);
+  const SavedTensor saved = rig.save(tensor, s);
+  const std::uint64_t before = replay.counters().host_waits;
+  replay.optimizer_keeps({16_MiB});
+  CHECK_EQ(replay.counters().host_waits, before);
+  rig.drop_handle(saved);
+  rig.drop(tensor);
+  replay.optimizer_keeps({16_MiB});
+  CHECK_EQ(replay.counters().host_waits, before + 1);
+  replay.take_between(0, 2_GiB);
+  replay.optimizer_keeps({16_MiB});
+  CHECK_EQ(replay.counters().host_waits, before + 1);
 }
 
 TEST("where a step in one segment went over, each request has its own in the next ones") {
