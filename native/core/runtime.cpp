@@ -458,7 +458,6 @@ void Runtime::asks() {
 
 void Runtime::await_optimizer(bool due) {
   if (uses_torch()) {
-    const Entry entry(d_.gate);
     torch_->await_optimizer(due);
   }
 }

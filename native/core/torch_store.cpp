@@ -471,7 +471,7 @@ bool TorchStore::maps_whole() {
   if (peaks.request < kAlone || !fits_under(peaks.live + stuck / 2, beside, d_.ceiling()) ||
       d_.budget.high <= tight_ || held_.side().triggers == 0 ||
       segments_.newest() != MemPoolSegments::Pool{} || !d_.weights.standing().empty() ||
-      optimizer_due_ || cuts_otherwise()) {
+      optimizer_due_.load(std::memory_order_relaxed) || cuts_otherwise()) {
     return false;
   }
   Bytes all = 0;

@@ -52,7 +52,8 @@ class TorchStore final : public Store {
   }
   static std::uint64_t* devices_that_await() { return &devices_that_await_; }
   // Whether no optimizer that is there has taken its first step: what it keeps is still to be made.
-  void await_optimizer(bool due) { optimizer_due_ = due; }
+  // Any thread, without the lock.
+  void await_optimizer(bool due) { optimizer_due_.store(due, std::memory_order_relaxed); }
   // From here on one makes that, on that stream; until it has, or the next step begins.
   void optimizer_makes(Entry& entry, driver::Stream stream);
   void optimizer_made();
@@ -212,9 +213,9 @@ class TorchStore final : public Store {
   int times_whole_ = 0;             // it was
   bool pressed_ = false;            // in any step
   bool pool_waits_ = false;         // there is a MemPool that does not serve this step
-  bool optimizer_due_ = false;      // as of await_optimizer
-  bool gave_back_ = false;          // for an optimizer, since the step began
-  bool saving_ = false;             // nothing has been asked for in this step
+  std::atomic<bool> optimizer_due_ = false;  // as of await_optimizer
+  bool gave_back_ = false;                   // for an optimizer, since the step began
+  bool saving_ = false;                      // nothing has been asked for in this step
 };
 
 }  // namespace stagehand::core

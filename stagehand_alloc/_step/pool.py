@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import traceback
 import weakref
@@ -131,7 +132,10 @@ class Pool:
             self._config.budget(self._look_at_device()[1])
             if not process.has_host_memory():
                 self._configure_host_memory()
-        elif not process.has_host_memory() and _cuda_is_up():
+            return
+        if "torch" in sys.modules:
+            _modes.watch_optimizers()
+        if not process.has_host_memory() and _cuda_is_up():
             with contextlib.suppress(StagehandError, RuntimeError):  # the first entry says so
                 _driver.start()
                 device, _ = self._look_at_device()

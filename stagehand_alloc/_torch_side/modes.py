@@ -60,6 +60,12 @@ def trigger() -> Trigger:
     return _reached.trigger or _trigger.NOT_NEEDED
 
 
+def watch_optimizers() -> None:
+    """Pools of torch's own allocator want to know of optimizers' first steps, from now on."""
+    with _reached.lock:
+        _reached.first_steps.watch()
+
+
 def reach_torch(device: int, config: Config) -> None:
     """Make ``device``'s saved tensors torch's own storages from here on.
 

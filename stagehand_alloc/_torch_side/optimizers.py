@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FirstSteps:
-    """Tells the core when what an optimizer keeps is made, on devices that pools were entered on.
+    """Tells the core when what an optimizer keeps is made, on devices that pools are entered on.
 
     By torch's own hooks around every optimizer's step: they stay for good, and cost a look into a
     dict in later steps. What a closure runs is none of it. An optimizer that is no
@@ -22,6 +22,7 @@ class FirstSteps:
     """
 
     def __init__(self) -> None:
+        self._watching = False
         self._devices: set[int] = set()
         # Those that have, by id: who compares optimizers by value may not hash them.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], set[int]]] = {}
@@ -32,13 +33,16 @@ class FirstSteps:
         return len(self._stepped)
 
     def watch(self) -> None:
-        """Once."""
+        """From here on; before a step whose closure enters the first pool."""
+        if self._watching:
+            return
         import torch
         from torch.optim import optimizer
 
         uncompiled: Any = torch.compiler.disable  # of a step that is compiled, too
         optimizer.register_optimizer_step_pre_hook(uncompiled(self._begin))
         optimizer.register_optimizer_step_post_hook(uncompiled(self._end))
+        self._watching = True
 
     def await_on(self, device: int) -> None:
         """A pool is entered there. Where no optimizer that has stepped is left, one may come."""
@@ -49,52 +53,42 @@ class FirstSteps:
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if id(optimizer) in self._stepped:
             return None
-        devices = self._devices_of(optimizer)
-        _tell_makes(devices)
-        if not devices:
-            return None
-        if len(args) > 1:
-            return (args[0], _aside(args[1], devices), *args[2:]), kwargs
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": _aside(kwargs["closure"], devices)}
+        self._makes(optimizer)
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], self._aside(optimizer, args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._aside(optimizer, kwargs["closure"])}
         return None
 
-    def _end(self, optimizer: Optimizer, *_: object) -> None:
-        if id(optimizer) in self._stepped:
-            return
-        devices = self._devices_of(optimizer)
-        key = id(optimizer)
-        gone = weakref.ref(optimizer, lambda _: self._stepped.pop(key, None))
-        self._stepped[key] = (gone, devices)
-        for device in devices:
-            native.optimizer_made(device)
+    def _makes(self, optimizer: Optimizer) -> None:
+        for device in _devices_of(optimizer) & self._devices:
+            import torch
 
-    def _devices_of(self, optimizer: Optimizer) -> set[int]:
-        if not self._devices:
-            return set()
-        groups = optimizer.param_groups
-        of = {p.device.index for group in groups for p in group["params"] if p.is_cuda}
-        return of & self._devices
-
-
-def _tell_makes(devices: set[int]) -> None:
-    if devices:
-        import torch
-
-        for device in devices:
             native.optimizer_makes(device, torch.cuda.current_stream(device).cuda_stream)
 
+    def _aside(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """``closure``, which runs a forward and a backward: what those ask for does not stay."""
 
-def _aside(closure: Callable[..., Any] | None, devices: set[int]) -> Callable[..., Any] | None:
-    """``closure``, which runs a forward and a backward: what those ask for does not stay."""
-    if closure is None:
-        return None
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            self._made(optimizer)
+            result = closure(*args, **kwargs)
+            self._makes(optimizer)
+            return result
 
-    def evaluated(*args: Any, **kwargs: Any) -> Any:
-        for device in devices:
+        return evaluated
+
+    def _made(self, optimizer: Optimizer) -> None:
+        for device in _devices_of(optimizer) & self._devices:
             native.optimizer_made(device)
-        result = closure(*args, **kwargs)
-        _tell_makes(devices)
-        return result
 
-    return evaluated
+    def _end(self, optimizer: Optimizer, *_: object) -> None:
+        key = id(optimizer)
+        if key not in self._stepped:
+            gone = weakref.ref(optimizer, lambda _: self._stepped.pop(key, None))
+            self._stepped[key] = (gone, _devices_of(optimizer))
+            self._made(optimizer)
+
+
+def _devices_of(optimizer: Optimizer) -> set[int]:
+    groups = optimizer.param_groups
+    return {p.device.index for group in groups for p in group["params"] if p.is_cuda}

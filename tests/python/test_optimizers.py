@@ -68,3 +68,17 @@ def test_an_optimizer_that_is_gone_is_awaited_again(first_steps: FirstSteps) -> 
     assert len(first_steps) == 1
     del optimizer
     assert len(first_steps) == 0
+
+
+def test_what_a_first_steps_closure_is_given_back_is_its_own(first_steps: FirstSteps) -> None:
+    optimizer = torch.optim.LBFGS([parameter()], max_iter=2)
+    seen: list[int] = []
+
+    def closure() -> torch.Tensor:
+        seen.append(len(first_steps))
+        return torch.ones((), requires_grad=True)
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert seen[0] == 0  # the first step has not ended
+    assert seen[-1] == 1
