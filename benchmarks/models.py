@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -35,14 +34,7 @@ class Training:
 
     def zero_grad(self) -> None:
         """Before a step."""
-        self._optimizer.step()
         self.model.zero_grad(set_to_none=not self.keep_gradients)
-
-    @functools.cached_property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """One that keeps nothing: in torch's cache the engine awaits the first step of one."""
-        of = torch.zeros(1, device=next(self.model.parameters()).device)
-        return torch.optim.SGD([of], lr=0)
 
 
 def build(

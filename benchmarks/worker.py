@@ -107,6 +107,9 @@ class Worker:
         for name, (high, low) in budgets.items():
             assert self.stagehand is not None, "plain torch has no budget"
             self.pools[name] = self.stagehand.pool(high=high, low=low, mode=self.settings.mode)
+        # In torch's cache the engine awaits an optimizer's first step. This one keeps nothing.
+        self._optimizer = torch.optim.SGD([torch.zeros(1, device=self.device)], lr=0)
+        self._optimizer.step()
         return {}
 
     def modes(self) -> dict[str, Any]:

@@ -114,7 +114,6 @@ class CacheMap {
   std::uint64_t survivor_sizes();
   std::optional<driver::Stream> lacks_apart();
   void give_apart(driver::Stream stream, driver::Stream apart);
-  bool has_apart(driver::Stream stream);
   void serve_all_apart(driver::Stream stream, Bytes roof);
   void serve_few_apart();
   std::uint64_t serial();  // of the newest
@@ -199,9 +198,9 @@ class CacheMap {
   void allocate(const CacheEvent& event);
   void free(const CacheEvent& event);
   Segments::iterator segment_of(Address address);
-  // The hole between the blocks around `address`, where none is at it.
   Bytes largest_hole_of(const Owner& owner) const;
   Bytes growth_of(Bytes request) const;
+  // The hole between the blocks around `address`, where none is at it.
   void hole_around(const Segment& segment, Address base, Lives::iterator after, Address* begin,
                    Address* end);
   Holes::const_iterator fit(const Owner& owner, const Holes& holes, Bytes bytes);

@@ -60,11 +60,6 @@ void CacheMap::give_apart(driver::Stream stream, driver::Stream apart) {
   survivors_.give(stream, apart);
 }
 
-bool CacheMap::has_apart(driver::Stream stream) {
-  const Lock lock(mutex_);
-  return survivors_.apart_of(stream).has_value();
-}
-
 void CacheMap::serve_all_apart(driver::Stream stream, Bytes roof) {
   const Lock lock(mutex_);
   survivors_.serve_all(stream, roof);

@@ -78,6 +78,9 @@ bool Survivors::is_apart(driver::Stream stream) const {
 }
 
 std::optional<driver::Stream> Survivors::lacks() const {
+  if (all_of_.has_value() && !apart_of(all_of_->stream).has_value()) {
+    return all_of_->stream;
+  }
   const auto found = std::find_if(counted_.begin(), counted_.end(), [&](const Counted& one) {
     return one.last.nth > 0 && !apart_of(one.last.stream).has_value();
   });

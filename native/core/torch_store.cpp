@@ -369,8 +369,7 @@ bool TorchStore::begin_step(Bytes target) {
 
 bool TorchStore::has_left() const { return d_.counters.gone_bytes() != gone_at_entry_; }
 
-// What is kept for backward, or weights, is no survivor. The streams are never destroyed: torch
-// keeps blocks by their handles.
+// What is kept for backward, or weights, is no survivor.
 void TorchStore::serve_apart() {
   constexpr Bytes kPart = 64;  // of the budget
   std::vector<Survivors::One> survivors;
@@ -383,20 +382,17 @@ void TorchStore::serve_apart() {
   cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0);
   saving_ = true;
   gave_back_ = false;
+  settle_apart();
+}
+
+// The streams are never destroyed: torch keeps blocks by their handles.
+void TorchStore::settle_apart() {
   if (const std::optional<driver::Stream> lacking = cache_.lacks_apart(); lacking.has_value()) {
-    give_apart(*lacking);
+    driver::Stream apart = nullptr;
+    if (d_.gate->stream_create(&apart, driver::kStreamNonBlocking, 0) == driver::kSuccess) {
+      cache_.give_apart(*lacking, apart);
+    }
   }
-  tell_sizes();
-}
-
-void TorchStore::give_apart(driver::Stream stream) {
-  driver::Stream apart = nullptr;
-  if (d_.gate->stream_create(&apart, driver::kStreamNonBlocking, 0) == driver::kSuccess) {
-    cache_.give_apart(stream, apart);
-  }
-}
-
-void TorchStore::tell_sizes() {
   std::atomic_ref(survivor_sizes_[static_cast<std::size_t>(d_.number)])
       .store(cache_.survivor_sizes(), std::memory_order_relaxed);
 }
@@ -415,16 +411,13 @@ void TorchStore::optimizer_makes(Entry& entry, driver::Stream stream) {
     release_cached();
   }
   refresh();
-  if (!cache_.has_apart(stream)) {
-    give_apart(stream);
-  }
   cache_.serve_all_apart(stream, roof_of_driver(0, high_at_entry_));
-  tell_sizes();
+  settle_apart();
 }
 
 void TorchStore::optimizer_made() {
   cache_.serve_few_apart();
-  tell_sizes();
+  settle_apart();
 }
 
 void TorchStore::end_step() {

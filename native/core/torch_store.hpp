@@ -161,9 +161,8 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
-  void give_apart(driver::Stream stream);
+  void settle_apart();  // streams and bits, after what is served apart has changed
   bool in_capture(driver::Stream stream);
-  void tell_sizes();
   bool has_left() const;  // any record since the pool was entered
   static bool cuts_otherwise();
   bool maps_whole();

@@ -78,7 +78,6 @@ def reach_torch(device: int, config: Config) -> None:
             )
             if found.state != "loaded":
                 native.use_python_side()
-            _reached.first_steps.watch()
             _reached.trigger = found
         native.enter_torch(device)
         _reached.first_steps.await_on(device)

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+def around_every_step(begin: Callable[..., Any], end: Callable[..., Any]) -> list[Any]:
+    """Torch's hooks around every optimizer's step from here on, of one that is compiled, too."""
+    import torch
+    from torch.optim import optimizer
+
+    uncompiled: Any = torch.compiler.disable
+    return [
+        optimizer.register_optimizer_step_pre_hook(uncompiled(begin)),
+        optimizer.register_optimizer_step_post_hook(uncompiled(end)),
+    ]
+
+
 class FirstSteps:
     """Tells the core when what an optimizer keeps is made, on devices that pools are entered on.
 
@@ -22,7 +34,7 @@ class FirstSteps:
     """
 
     def __init__(self) -> None:
-        self._watching = False
+        self._watched: list[Any] = []  # torch's hooks, for good
         self._devices: set[int] = set()
         # Those that have, by id: who compares optimizers by value may not hash them.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], set[int]]] = {}
@@ -34,18 +46,11 @@ class FirstSteps:
 
     def watch(self) -> None:
         """From here on; before a step whose closure enters the first pool."""
-        if self._watching:
-            return
-        import torch
-        from torch.optim import optimizer
-
-        uncompiled: Any = torch.compiler.disable  # of a step that is compiled, too
-        optimizer.register_optimizer_step_pre_hook(uncompiled(self._begin))
-        optimizer.register_optimizer_step_post_hook(uncompiled(self._end))
-        self._watching = True
+        self._watched = self._watched or around_every_step(self._begin, self._end)
 
     def await_on(self, device: int) -> None:
         """A pool is entered there. Where no optimizer that has stepped is left, one may come."""
+        self.watch()
         self._devices.add(device)
         stepped = list(self._stepped.values())
         native.await_optimizer(device, not any(device in devices for _, devices in stepped))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagehand_alloc._errors import OffloadError, SizeError
 from stagehand_alloc._settings.sizes import format_bytes
+from stagehand_alloc._torch_side.optimizers import around_every_step
 from stagehand_alloc._weights.groups import SAMPLING, Group, end_cut_short, outward, registry
 
 if TYPE_CHECKING:
@@ -17,13 +18,7 @@ if TYPE_CHECKING:
 
 def watch() -> None:
     """From here on every optimizer's step finds its weights at home."""
-    import torch
-    from torch.optim import optimizer
-
-    apart: Any = torch.compiler.disable  # of a step that is compiled, too
-    if not registry.watched:
-        registry.watched.append(optimizer.register_optimizer_step_pre_hook(apart(_begin)))
-        registry.watched.append(optimizer.register_optimizer_step_post_hook(apart(_end)))
+    registry.watched = registry.watched or around_every_step(_begin, _end)
 
 
 class _Step:

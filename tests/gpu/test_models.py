@@ -168,9 +168,8 @@ def test_what_is_made_again_gives_every_loss_and_gradient_of_plain_torch(
     for name in ("high", "over_by_step", "evicted_bytes", "drops", "recomputes", "reruns"):
         record_property(name, actual[name])
     compare_bits(actual, expected)
-    if (
-        case[0] == "allocator"
-    ):  # while plans are tried, torch's cache may grow over high: it is told
+    # While plans are tried torch's cache may grow over `high`: there it is told, not promised.
+    if case[0] == "allocator":
         assert_budget_kept("allocator", actual)
     assert actual["drops"] > 0
     assert actual["recomputes"] > 0
