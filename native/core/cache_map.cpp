@@ -86,7 +86,10 @@ void CacheMap::do_apply(const CacheEvent& event) {
   switch (event.kind) {
     case CacheEvent::alloc:
       return allocate(event);
+    case CacheEvent::let_go:
+      return gradients_.let_go(event.address);
     case CacheEvent::freed:
+      gradients_.let_go(event.address);
       return free(event);
     case CacheEvent::segment:
     case CacheEvent::mapped:
@@ -244,7 +247,7 @@ void CacheMap::remove_range(const CacheEvent& event) {
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (marks_young_) {
-    young_.insert_or_assign(event.address, Order{++serial_, bytes, survivors_.served(bytes)});
+    young_.insert_or_assign(event.address, Order{++serial_, bytes, number(event, bytes)});
   }
   if (!event.ours) {
     largest_request_ = std::max(largest_request_, bytes);
@@ -277,6 +280,7 @@ void CacheMap::allocate(const CacheEvent& event) {
   if (segment.small) {
     return;
   }
+  streams_[segment.owner.stream].live += bytes;
   remove_hole(segment, end - std::min(begin, end));
   lives_.emplace_hint(after, event.address, bytes);
   add_hole(segment, event.address - std::min(begin, event.address));
@@ -298,6 +302,8 @@ void CacheMap::free(const CacheEvent& event) {
       return;  // allocated before anything was known
     }
     bytes = live->second;
+    Bytes& of_stream = streams_[found->second.owner.stream].live;
+    of_stream -= std::min(of_stream, bytes);
     Address begin = 0;
     Address end = 0;
     const auto after = lives_.erase(live);

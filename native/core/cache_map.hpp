@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/kept_gradients.hpp"
 #include "core/ranked_mutex.hpp"
 #include "core/survivors.hpp"
 #include "core/torch_side.hpp"
@@ -98,19 +99,29 @@ class CacheMap {
   // A pool is entered: from here on it is known which blocks are younger than this call, and in
   // which order they were handed out.
   void begin_step();
-  // What is asked for from here on, until the next step begins, is no survivor.
-  void end_saving();
-  // Before begin_step: what may be survivors of the step that ends, as far as any can be. Then
-  // those that are.
+  // What is asked for from here on, until the next step begins, is no survivor, but may be for a
+  // gradient that stays, if those may take any: so much at most. For such torch reserves no more
+  // than `roof`.
+  void end_saving(Bytes gradients, Bytes roof);
+  // As of KeptGradients.
+  void end_backward();
+  bool follows();
+  // What segments of large blocks grow by until those have room that are known, and not there. None
+  // for the stream that they are served from.
+  Bytes growth_of_gradients(driver::Stream stream);
+  // Before begin_step: what may be survivors of the step that ends, or its gradients, as far as any
+  // can be. Then those that are.
   struct Young {
     Address address = 0;
     Survivors::One block;
+    bool of_backward = false;  // then `nth` is KeptGradients'
   };
-  std::vector<Young> survivors();
-  void serve_apart(const std::vector<Survivors::One>& survivors, Bytes most);
+  std::vector<Young> young();
+  void serve_apart(const std::vector<Survivors::One>& survivors, Bytes most,
+                   const std::vector<KeptGradients::Left>& gradients);
   // On whose blocks a request that the program makes on that stream now should be served.
   driver::Stream place(Bytes bytes, driver::Stream stream);
-  // As of Survivors.
+  // As of Survivors, and of KeptGradients.
   std::uint64_t survivor_sizes();
   std::optional<driver::Stream> lacks_apart();
   void give_apart(driver::Stream stream, driver::Stream apart);
@@ -186,7 +197,7 @@ class CacheMap {
   struct Order {  // of a block among those since the step began
     std::uint64_t serial = 0;
     Bytes bytes = 0;        // that were asked for, in whole units
-    std::uint32_t nth = 0;  // of that size; 0 where Survivors does not count it
+    std::uint32_t nth = 0;  // of that size; 0 where it is not counted
   };
   using Segments = std::pmr::map<Address, Segment>;
   using Lives = std::pmr::map<Address, Bytes>;
@@ -218,6 +229,9 @@ class CacheMap {
   void add_to_stream(const Segment& segment, Bytes bytes);
   void remove_from_stream(const Segment& segment, Bytes bytes);
   void begin_streams();
+  // cache_map_survivors.cpp
+  std::uint32_t number(const CacheEvent& event, Bytes bytes);
+  bool has_room_apart(driver::Stream apart, Bytes bytes, Bytes roof) const;
 
   static constexpr std::uint64_t kSaving = ~std::uint64_t{0};
 
@@ -231,6 +245,8 @@ class CacheMap {
   std::uint64_t serial_ = 0;
   std::uint64_t saving_until_ = kSaving;  // the serial then
   Survivors survivors_;
+  KeptGradients gradients_{&nodes_};
+  Bytes gradients_roof_ = 0;
   bool marks_young_ = false;
   Bytes small_ = 0;                     // reserved in segments of small blocks
   Bytes small_peak_ = 0;                // since the step began
@@ -246,6 +262,7 @@ class CacheMap {
   bool by_pages_ = false;  // the newest of those is expandable
   struct StreamCount {     // of segments of large blocks, whatever pool they are in
     Bytes mapped = 0;
+    Bytes live = 0;                 // of that
     Bytes peak = 0;                 // since the step began
     std::array<Bytes, 2> before{};  // in the two steps before
   };

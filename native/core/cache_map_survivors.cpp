@@ -3,56 +3,112 @@
 
 #include "core/budget.hpp"
 #include "core/cache_map.hpp"
+#include "core/requests.hpp"
 
 namespace stagehand::core {
 
-// Large blocks of the default pool that were asked for while the step saved.
-std::vector<CacheMap::Young> CacheMap::survivors() {
+// Large blocks of the default pool.
+std::vector<CacheMap::Young> CacheMap::young() {
   const Lock lock(mutex_);
   std::vector<Young> all;
   for (const auto& [address, order] : young_) {
-    if (order.serial > saving_until_ || !lives_.contains(address) || aside_.contains(address)) {
+    if (!lives_.contains(address) || aside_.contains(address)) {
       continue;
     }
     const auto segment = segment_of(address);
     if (segment != segments_.end() && segment->second.releasable()) {
-      all.push_back({address, {order.bytes, order.nth, segment->second.owner.stream}});
+      const driver::Stream stream = survivors_.asked_on(segment->second.owner.stream);
+      all.push_back({address, {order.bytes, order.nth, stream}, order.serial > saving_until_});
     }
   }
   return all;
 }
 
-void CacheMap::serve_apart(const std::vector<Survivors::One>& survivors, Bytes most) {
+void CacheMap::serve_apart(const std::vector<Survivors::One>& survivors, Bytes most,
+                           const std::vector<KeptGradients::Left>& gradients) {
   const Lock lock(mutex_);
   survivors_.begin_step(survivors, most);
+  gradients_.begin_step(gradients);
 }
 
-void CacheMap::end_saving() {
+void CacheMap::end_saving(Bytes gradients, Bytes roof) {
   const Lock lock(mutex_);
   saving_until_ = std::min(saving_until_, serial_);
+  if (gradients > 0) {
+    gradients_.begin_backward(gradients);
+    gradients_roof_ = roof;
+  }
 }
 
+void CacheMap::end_backward() {
+  const Lock lock(mutex_);
+  gradients_.end_backward();
+}
+
+bool CacheMap::follows() {
+  const Lock lock(mutex_);
+  return gradients_.follows();
+}
+
+// What the engine asks for, or has made again, is not asked for in every backward.
+std::uint32_t CacheMap::number(const CacheEvent& event, Bytes bytes) {
+  const std::uint32_t nth = survivors_.served(bytes);
+  if (serial_ <= saving_until_) {
+    return nth;
+  }
+  const bool counts = bytes > kSmallLimit && !event.ours && !MakesAgain::here();
+  return counts ? gradients_.served(event.address, bytes, survivors_.asked_on(event.stream)) : 0;
+}
+
+bool CacheMap::has_room_apart(driver::Stream apart, Bytes bytes, Bytes roof) const {
+  return largest_hole_of(Owner{apart}) >= bytes ||
+         fits_under(usage_.reserved, growth_of(bytes), roof);
+}
+
+// A survivor has no room of its own: it is served apart though that may make others leave.
 driver::Stream CacheMap::place(Bytes bytes, driver::Stream stream) {
   const Lock lock(mutex_);
   bytes = round_up(bytes, kBlockUnit);
-  if (const auto& all_of = survivors_.all_of(); all_of.has_value() && all_of->stream == stream) {
-    const std::optional<driver::Stream> apart = survivors_.apart_of(stream);
-    if (apart.has_value() && (largest_hole_of(Owner{*apart}) >= bytes ||
-                              fits_under(usage_.reserved, growth_of(bytes), all_of->roof))) {
-      return *apart;
-    }
+  const std::optional<driver::Stream> apart = survivors_.apart_of(stream);
+  if (!apart.has_value()) {
+    return stream;
+  }
+  if (const auto& all_of = survivors_.all_of(); all_of.has_value() && all_of->stream == stream &&
+                                                has_room_apart(*apart, bytes, all_of->roof)) {
+    return *apart;
+  }
+  if (gradients_.wants(bytes, stream) && !MakesAgain::here() &&
+      has_room_apart(*apart, bytes, gradients_roof_)) {
+    return *apart;
   }
   return survivors_.place(bytes, stream);
 }
 
+Bytes CacheMap::growth_of_gradients(driver::Stream stream) {
+  const Lock lock(mutex_);
+  const Bytes missing = gradients_.missing();
+  if (missing == 0 || survivors_.is_apart(stream)) {
+    return 0;
+  }
+  Bytes free = 0;
+  for (const auto& [other, count] : streams_) {
+    free += survivors_.is_apart(other) ? count.mapped - std::min(count.mapped, count.live) : 0;
+  }
+  return missing - std::min(missing, free);
+}
+
 std::uint64_t CacheMap::survivor_sizes() {
   const Lock lock(mutex_);
-  return survivors_.sizes();
+  return survivors_.sizes() | gradients_.sizes();
 }
 
 std::optional<driver::Stream> CacheMap::lacks_apart() {
   const Lock lock(mutex_);
-  return survivors_.lacks();
+  const auto& asked = gradients_.streams();
+  const auto lacking = std::find_if(asked.begin(), asked.end(), [&](driver::Stream stream) {
+    return !survivors_.apart_of(stream).has_value();
+  });
+  return lacking != asked.end() ? std::optional(*lacking) : survivors_.lacks();
 }
 
 void CacheMap::give_apart(driver::Stream stream, driver::Stream apart) {

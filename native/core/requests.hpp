@@ -20,4 +20,22 @@ class OwnRequest {
   }
 };
 
+// A saved tensor comes back on this thread, and may have to be made again: what torch is asked for
+// meanwhile is not asked for in every step.
+class MakesAgain {
+ public:
+  MakesAgain() : before_(here()) { here() = true; }
+  ~MakesAgain() { here() = before_; }
+  MakesAgain(const MakesAgain&) = delete;
+  MakesAgain& operator=(const MakesAgain&) = delete;
+
+  static bool& here() {
+    static thread_local bool makes = false;
+    return makes;
+  }
+
+ private:
+  const bool before_;
+};
+
 }  // namespace stagehand::core

@@ -476,6 +476,13 @@ void Runtime::optimizer_made() {
   }
 }
 
+void Runtime::optimizer_steps() {
+  if (uses_torch()) {
+    const Entry entry(d_.gate);
+    torch_->optimizer_steps();
+  }
+}
+
 void Runtime::drop_orphans() {
   if (uses_torch()) {
     torch_->drop_orphans();

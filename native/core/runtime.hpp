@@ -153,6 +153,7 @@ class Runtime {
   void await_optimizer(bool due);
   void optimizer_makes(driver::Stream stream);
   void optimizer_made();
+  void optimizer_steps();
   // Gives up references that only a thread with the GIL may drop. With the GIL.
   void drop_orphans();
   // A segment of a torch.cuda.MemPool: 0 where `limit` refuses it.

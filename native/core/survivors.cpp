@@ -48,9 +48,7 @@ void Survivors::begin_step(const std::vector<One>& there, Bytes most) {
 
 // The same request's of before, else another one of its size.
 void Survivors::note(One one) {
-  for (const auto& [stream, apart] : apart_) {
-    one.stream = one.stream == apart ? stream : one.stream;
-  }
+  one.stream = asked_on(one.stream);
   const auto find = [&](bool same) {
     return std::find_if(counted_.begin(), counted_.end(), [&](const Counted& of) {
       return of.missing > 0 && of.last.bytes == one.bytes && of.last.stream == one.stream &&
@@ -75,6 +73,12 @@ std::optional<driver::Stream> Survivors::apart_of(driver::Stream stream) const {
 bool Survivors::is_apart(driver::Stream stream) const {
   return std::any_of(apart_.begin(), apart_.end(),
                      [&](const auto& one) { return one.second == stream; });
+}
+
+driver::Stream Survivors::asked_on(driver::Stream stream) const {
+  const auto found = std::find_if(apart_.begin(), apart_.end(),
+                                  [&](const auto& one) { return one.second == stream; });
+  return found != apart_.end() ? found->first : stream;
 }
 
 std::optional<driver::Stream> Survivors::lacks() const {

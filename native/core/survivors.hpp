@@ -55,6 +55,8 @@ class Survivors {
   void give(driver::Stream stream, driver::Stream apart) { apart_.push_back({stream, apart}); }
   std::optional<driver::Stream> apart_of(driver::Stream stream) const;
   bool is_apart(driver::Stream stream) const;
+  // The one whose requests were served from these blocks; itself if none was.
+  driver::Stream asked_on(driver::Stream stream) const;
 
  private:
   static constexpr int kMissing = 3;  // in so many steps: it is one no more

@@ -137,14 +137,14 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
     released = release_cached().value_or(0);
     // With those of steps before, whether they went back just now or when the program emptied the
     // cache: a page more or less, and what a plan took in its trials is not what it takes.
-    const Bytes small = room_for_small();
+    const Bytes besides = room_for_small() + cache_.growth_of_gradients(nullptr);
     std::size_t driver_free = 0;
     std::size_t total = 0;
     if (d_.gate.table().mem_get_info(&driver_free, &total) ==
         driver::kSuccess) {  // others use it too
       target = std::min<Bytes>(target, cache_.usage().reserved + driver_free);
     }
-    mapped = map_for_owners(target - std::min(target, small));
+    mapped = map_for_owners(target - std::min(target, besides));
     over = mapped > 0 && cache_.usage().reserved > target;
     cache_.forget_request(peak);
   }

@@ -37,8 +37,9 @@ Bytes TorchStore::growth_for(Bytes request) {
 }
 
 // Nothing goes back while a MemPool serves: what one stream's memory grows by, no other stream has.
+// Else room is kept for gradients alone, which stay.
 Bytes TorchStore::room_for_others(driver::Stream stream) {
-  return route_.here() ? cache_.growth_of_others(stream) : 0;
+  return route_.here() ? cache_.growth_of_others(stream) : cache_.growth_of_gradients(stream);
 }
 
 // Others use the device too, and torch asks only once: what growth may reach at most.

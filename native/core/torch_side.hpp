@@ -43,7 +43,8 @@ enum class Hold : int {
 struct CacheEvent {
   enum Kind : int {
     alloc,
-    freed,         // and reusable: no other stream still works on it
+    let_go,        // by the program: `freed` comes once no other stream works on it
+    freed,         // and reusable
     segment,       // memory of the driver's of its own
     segment_gone,  // it went back
     mapped,        // the same of expandable segments: joins what ends where it begins
@@ -79,7 +80,9 @@ struct TorchListener {
   // lock; only where `survivor_sizes` of the device has the bit of that size.
   driver::Stream (*place)(int device, driver::Stream stream, Bytes bytes);
   std::uint64_t* survivor_sizes;  // atomically
+  // `let_go` only while the device's bit in `follows` is set, atomically.
   void (*event)(const CacheEvent* event);
+  std::uint64_t* follows;
   // What the cache holds already is told by `known`, between `snapshot` (on every device, in order
   // with its events) and `told`; events meanwhile come after what is known.
   void (*snapshot)(int device);
@@ -93,7 +96,7 @@ struct TorchListener {
 };
 
 struct TorchSide {
-  static constexpr std::uint32_t kVersion = 6;
+  static constexpr std::uint32_t kVersion = 7;
   std::uint32_t version = 0;
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.

@@ -105,6 +105,9 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
 Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) {
   HeldStorage with_stream = held;
   with_stream.stream = owner.stream;
+  if (std::find(saves_on_.begin(), saves_on_.end(), owner.stream) == saves_on_.end()) {
+    saves_on_.push_back(owner.stream);
+  }
   Block* block = held_.adopt(with_stream);
   block->in_mem_pool = owner.pool != CacheMap::Owner{}.pool;
   return block;
@@ -192,7 +195,11 @@ void TorchStore::handed_out(Record& record) {
   record.block->owned_by_torch = true;  // as soon as the caller has made its tensor
   watch(record);
   if (std::exchange(saving_, false)) {
-    cache_.end_saving();
+    constexpr Bytes kPart = 4;  // of the budget
+    const Bytes small = room_for_small();
+    cache_.end_saving(pressed_ || has_left() ? d_.budget.high / kPart : 0,
+                      d_.ceiling() - std::min(d_.ceiling(), small));
+    settle_apart();
   }
 }
 
@@ -352,6 +359,7 @@ bool TorchStore::begin_step(Bytes target) {
   start_anew_ |= squeezed_ && !raised_ && !cache_.by_pages() && !whole_ &&
                  times_whole_ < kTimesWhole && maps_whole();
   serve_apart();
+  start_anew_ |= gradients_lack_room();
   const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   // What the program has given back since that step would be mapped again a request at a time, in
   // pieces that hold no larger one. A MemPool has segments of its own.
@@ -367,19 +375,36 @@ bool TorchStore::begin_step(Bytes target) {
                       (cache_.releasable() > 0 || segments_.has_free_piece()));
 }
 
+// Those of the cycle that begins: what the steps before have mapped leaves none. Once for so many.
+bool TorchStore::gradients_lack_room() {
+  const Bytes lacking = cache_.growth_of_gradients(nullptr);
+  return lacking > 0 && !fits_under(d_.counters.mapped, lacking + room_for_small(), d_.ceiling()) &&
+         lacking > std::exchange(most_lacking_, std::max(lacking, most_lacking_));
+}
+
 bool TorchStore::has_left() const { return d_.counters.gone_bytes() != gone_at_entry_; }
 
-// What is kept for backward, or weights, is no survivor.
+// What is kept for backward, or weights, is no survivor. Gradients on a stream of their own, as of
+// FSDP2, do not lie between what leaves.
 void TorchStore::serve_apart() {
   constexpr Bytes kPart = 64;  // of the budget
   std::vector<Survivors::One> survivors;
-  for (const CacheMap::Young& one : cache_.survivors()) {
-    if (held_.at(one.address) == nullptr) {
+  std::vector<KeptGradients::Left> gradients;
+  for (const CacheMap::Young& one : cache_.young()) {
+    if (held_.at(one.address) != nullptr) {
+      continue;
+    }
+    const auto& [bytes, nth, stream] = one.block;
+    const bool beside = std::find(saves_on_.begin(), saves_on_.end(), stream) != saves_on_.end();
+    if (!one.of_backward) {
       survivors.push_back(one.block);
+    } else if (nth != 0 && beside) {
+      gradients.push_back({one.address, {stream, bytes, nth}});
     }
   }
+  saves_on_.clear();
   cache_.begin_step();
-  cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0);
+  cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0, gradients);
   saving_ = true;
   gave_back_ = false;
   settle_apart();
@@ -395,6 +420,9 @@ void TorchStore::settle_apart() {
   }
   std::atomic_ref(survivor_sizes_[static_cast<std::size_t>(d_.number)])
       .store(cache_.survivor_sizes(), std::memory_order_relaxed);
+  const std::atomic_ref<std::uint64_t> follow(devices_that_follow_);
+  cache_.follows() ? follow.fetch_or(device_bit(), std::memory_order_relaxed)
+                   : follow.fetch_and(~device_bit(), std::memory_order_relaxed);
 }
 
 // What it keeps stays for good. Among what the steps before left free it would hold whole segments
@@ -402,6 +430,7 @@ void TorchStore::settle_apart() {
 // own, as far as `high` has room for them beside the rest. They do not go back in a backward, where
 // an optimizer of each parameter may step: what comes back needs them.
 void TorchStore::optimizer_makes(Entry& entry, driver::Stream stream) {
+  optimizer_steps();
   if (held_.side().triggers == 0 || !(squeezed_ || has_left()) || !d_.weights.standing().empty() ||
       in_capture(stream)) {
     return;
@@ -412,6 +441,11 @@ void TorchStore::optimizer_makes(Entry& entry, driver::Stream stream) {
   }
   refresh();
   cache_.serve_all_apart(stream, roof_of_driver(0, high_at_entry_));
+  settle_apart();
+}
+
+void TorchStore::optimizer_steps() {
+  cache_.end_backward();
   settle_apart();
 }
 
@@ -485,7 +519,8 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   take_stuck();
   end_aside();
   refresh();
-  const Bytes most = target - std::min(target, d_.counters.occupied + room_for_small() + kPages);
+  const Bytes besides = room_for_small() + cache_.growth_of_gradients(nullptr) + kPages;
+  const Bytes most = target - std::min(target, d_.counters.occupied + besides);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, but_for_others(most));
   const bool worth = held_.side().triggers != 0 && !anew_ && stays > 0 && stays >= most / 2;

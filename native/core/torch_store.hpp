@@ -57,6 +57,10 @@ class TorchStore final : public Store {
   // From here on one makes that, on that stream; until it has, or the next step begins.
   void optimizer_makes(Entry& entry, driver::Stream stream);
   void optimizer_made();
+  // One steps, for the first time or not: what is asked for from here on is no gradient.
+  void optimizer_steps();
+  // A bit for each device where it is to be told that the program lets go of a block.
+  static std::uint64_t* devices_that_follow() { return &devices_that_follow_; }
   // By device, the bits of sizes that CacheMap::place has something to say of; read atomically.
   static constexpr std::size_t kDevices = 64;
   static std::uint64_t* survivor_sizes() { return survivor_sizes_.data(); }
@@ -161,6 +165,7 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
+  bool gradients_lack_room();
   void settle_apart();  // streams and bits, after what is served apart has changed
   bool in_capture(driver::Stream stream);
   bool has_left() const;  // any record since the pool was entered
@@ -172,6 +177,8 @@ class TorchStore final : public Store {
 
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::uint64_t
       devices_that_await_ = 0;
+  alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::uint64_t
+      devices_that_follow_ = 0;
   alignas(std::atomic_ref<std::uint64_t>::required_alignment) inline static std::array<
       std::uint64_t, kDevices> survivor_sizes_{};
 
@@ -210,11 +217,13 @@ class TorchStore final : public Store {
   bool whole_ = false;              // what was free was mapped in one segment, not expandable
   Bytes tight_ = 0;                 // with so much for `high`, or less, a step in it went over
   int times_whole_ = 0;             // it was
+  Bytes most_lacking_ = 0;          // all that was free went back for such gradients
   bool pressed_ = false;            // in any step
   bool pool_waits_ = false;         // there is a MemPool that does not serve this step
   std::atomic<bool> optimizer_due_ = false;  // as of await_optimizer
   bool gave_back_ = false;                   // for an optimizer, since the step began
   bool saving_ = false;                      // nothing has been asked for in this step
+  std::vector<driver::Stream> saves_on_;     // whose blocks were saved since it began
 };
 
 }  // namespace stagehand::core

@@ -301,6 +301,12 @@ NB_MODULE(_native, module) {
         without_gil(device, [](core::Runtime& runtime) { runtime.optimizer_made(); });
       },
       "device"_a);
+  module.def(
+      "optimizer_steps",
+      [](int device) {
+        without_gil(device, [](core::Runtime& runtime) { runtime.optimizer_steps(); });
+      },
+      "device"_a);
   module.def("enter_torch", &enter_torch, "device"_a);
   module.def("can_route", &can_route);
   module.def("set_torch_pool", &set_torch_pool, "device"_a, "first"_a, "second"_a);

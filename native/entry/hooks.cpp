@@ -4,6 +4,7 @@
 #include <new>
 #include <optional>
 
+#include "core/requests.hpp"
 #include "entry/gil.hpp"
 #include "entry/python_side.hpp"
 #include "entry/regions.hpp"
@@ -500,6 +501,7 @@ nb::object Hooks::unpack(const Handle& handle, bool by_recipe) {
         "tensors.\n"
         "Run backward in the process that ran forward.");
   }
+  const core::MakesAgain makes_again;
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
   core::Unpacked unpacked = find(handle, consumer, by_recipe);

@@ -207,7 +207,7 @@ void traced(const caching::TraceEntry& entry) {
   using Entry = caching::TraceEntry;
   if constexpr (serving::kTakenForCapture) {
     if (entry.action_ == Entry::FREE_REQUESTED) {
-      return serving::freeing(entry.device_, entry.addr_);
+      serving::freeing(entry.device_, entry.addr_);
     }
     if (entry.action_ == Entry::FREE_COMPLETED) {
       serving::freed(entry.device_, entry.addr_);
@@ -218,6 +218,11 @@ void traced(const caching::TraceEntry& entry) {
         event_of(kind, entry.device_, entry.addr_, entry.size_, entry.stream_, entry.mempool_);
     g_listener.event(&event);
   };
+  if (entry.action_ == Entry::FREE_REQUESTED) {
+    const std::uint64_t follow =
+        std::atomic_ref(*g_listener.follows).load(std::memory_order_relaxed);
+    return (follow >> entry.device_ & 1) != 0 ? say(CacheEvent::let_go) : void();
+  }
   switch (entry.action_) {
     case Entry::ALLOC:
       return say(CacheEvent::alloc);

@@ -56,7 +56,9 @@ class FirstSteps:
         native.await_optimizer(device, not any(device in devices for _, devices in stepped))
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if id(optimizer) in self._stepped:
+        if (known := self._stepped.get(id(optimizer))) is not None:
+            for device in known[1] & self._devices:
+                native.optimizer_steps(device)
             return None
         self._makes(optimizer)
         if len(args) > 1 and args[1] is not None:

@@ -16,6 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stagehand_alloc._errors import ConfigError
 from stagehand_alloc._torch_side import install as _install
@@ -52,11 +53,12 @@ class OneStream:
                 "The model has no sharded parameter that is trained.",
                 "Call fully_shard on its blocks and on the model first.",
             )
-        self._placed: dict[int, int] = {}  # where its gradient was put last, by parameter
+        # Where its gradient was put last, by parameter. An address may be another's since.
+        self._placed: dict[int, StorageWeakRef] = {}
         self._handles: list[Any] = []
-        device = sharded[0].device
-        if device.type == "cuda" and not _install.is_installed():
-            self._stream = stream or torch.cuda.current_stream(device)
+        self._device: torch.device = sharded[0].device
+        if self._device.type == "cuda" and not _install.is_installed():
+            self._stream = stream or torch.cuda.current_stream(self._device)
             self._handles = [p.register_post_accumulate_grad_hook(self._place) for p in sharded]
 
     def remove(self) -> None:
@@ -70,22 +72,20 @@ class OneStream:
         from torch.distributed.tensor import DTensor
 
         grad = parameter.grad
-        if not isinstance(grad, DTensor) or grad.device.type != "cuda":
+        if not isinstance(grad, DTensor) or grad.device != self._device:
             return  # on the host, where FSDP2 offloads it to
         local = grad.to_local()
         here = torch.cuda.current_stream(local.device)
-        placed = self._placed.get(id(parameter)) == local.data_ptr()  # and accumulated into
-        if placed or here == self._stream or torch.cuda.is_current_stream_capturing():
+        last = self._placed.get(id(parameter))
+        accumulated = last is not None and last == _storage_of(local)
+        if accumulated or here == self._stream or torch.cuda.is_current_stream_capturing():
             return
         with torch.cuda.stream(self._stream):
             mine = torch.empty_strided(
                 local.size(), local.stride(), dtype=local.dtype, device=local.device
             )
         here.wait_stream(self._stream)  # for what it did in that memory before
-        mine.copy_(local)
-        local.record_stream(here)  # it may be of another one: of that before an all-reduce
-        self._placed[id(parameter)] = mine.data_ptr()
-        parameter.grad = DTensor.from_local(
+        ours = DTensor.from_local(
             mine,
             grad.device_mesh,
             grad.placements,
@@ -94,9 +94,12 @@ class OneStream:
             stride=grad.stride(),
         )
         # Not record_stream: torch would hand the memory out again only once the GPU is there, and
-        # forward begins long before that.
-        held = parameter.grad.to_local()
-        weakref.finalize(held, _dropped, self._stream, here).atexit = False
+        # forward begins long before that. Before the copy: should that fail, it is waited for too.
+        weakref.finalize(ours.to_local(), _dropped, self._stream, here).atexit = False
+        _copy(local, mine)
+        local.record_stream(here)  # it may be of another one: of that before an all-reduce
+        self._placed[id(parameter)] = _storage_of(mine)
+        parameter.grad = ours
 
 
 def _dropped(compute: torch.cuda.Stream, reducing: torch.cuda.Stream) -> None:
@@ -106,3 +109,15 @@ def _dropped(compute: torch.cuda.Stream, reducing: torch.cuda.Stream) -> None:
     """
     if not torch.cuda.is_current_stream_capturing():
         compute.wait_stream(reducing)
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef:
+    """While one has this, no other storage is equal to it, also once it is gone."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """By a kernel, as `copy_` does not: the copy engines have activations to move."""
+    if source.itemsize == 2:  # the kernel computes with 32 bits: a NaN would lose its own
+        source, target = source.view(torch.int16), target.view(torch.int16)
+    torch._foreach_copy_([target], [source])

@@ -22,17 +22,27 @@ SIDE = 1024  # 4 MiB of 32-bit numbers
 
 
 @pytest.fixture
-def parameter(cuda: None) -> Iterator[tuple[Tensor, OneStream]]:
-    """A sharded one, and what places its gradients; nothing of the cache is free."""
+def ranks(cuda: None) -> Iterator[None]:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = nn.Linear(SIDE, SIDE, bias=False, device="cuda")
-        fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        yield model.weight, gradients_on_one_stream(model)
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def shard(model: nn.Module) -> OneStream:
+    """In one group, and what places its gradients; nothing of the cache is free."""
+    fully_shard(model, mesh=init_device_mesh("cuda", (1,)))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return gradients_on_one_stream(model)
+
+
+@pytest.fixture
+def parameter(ranks: None) -> tuple[Tensor, OneStream]:
+    model = nn.Linear(SIDE, SIDE, bias=False, device="cuda")
+    placing = shard(model)  # what was its weight is not after this
+    return model.weight, placing
 
 
 def place(parameter: Tensor, placing: OneStream, side: torch.cuda.Stream) -> None:
@@ -41,6 +51,17 @@ def place(parameter: Tensor, placing: OneStream, side: torch.cuda.Stream) -> Non
     with torch.cuda.stream(side):
         reduced = torch.ones(SIDE, SIDE, device="cuda")
         parameter.grad = DTensor.from_local(reduced, parameter.device_mesh, parameter.placements)
+        placing._place(parameter)
+
+
+def place_group(model: nn.Module, placing: OneStream, reduced: Tensor) -> None:
+    """A gradient for each parameter out of ``reduced``, one after the other, on this stream."""
+    start = 0
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        part = reduced[start : start + parameter.numel()].view(parameter.size())
+        start += parameter.numel()
+        parameter.grad = DTensor.from_local(part, parameter.device_mesh, parameter.placements)
         placing._place(parameter)
 
 
@@ -92,3 +113,53 @@ def test_what_is_accumulated_stays_in_its_place(
     assert local(weight).data_ptr() == address
     torch.cuda.synchronize()
     assert bool((local(weight) == 2).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_copied_by_kernels_bit_by_bit(ranks: None, dtype: torch.dtype) -> None:
+    # No part but the first is where a kernel could read several numbers at once.
+    sizes = ((3, 5), (SIDE, SIDE - 1), (1, 7), (64, 64))
+    model = nn.Sequential(
+        *[nn.Linear(ins, outs, bias=False, device="cuda", dtype=dtype) for outs, ins in sizes]
+    )
+    placing, side = shard(model), torch.cuda.Stream()
+    numel = sum(outs * ins for outs, ins in sizes)
+    with torch.cuda.stream(side):
+        # All bits there are, also NaNs that say more than that.
+        bits = torch.randint(-(2**15), 2**15, (numel * dtype.itemsize // 2,), device="cuda")
+        reduced = bits.to(torch.int16).view(dtype)
+        expected = reduced.view(torch.int16).clone()
+        profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        with profiled as profile:
+            place_group(model, placing, reduced)
+            torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    assert not [name for name in names if "memcpy" in name.lower()]
+    assert len([name for name in names if "multi_tensor_apply" in name]) == len(sizes)
+    found = torch.cat([local(one).flatten().view(torch.int16) for one in model.parameters()])
+    assert torch.equal(found, expected)
+
+
+def test_a_backward_places_gradients_in_the_computing_streams_memory(ranks: None) -> None:
+    model = nn.Sequential(*[nn.Linear(SIDE, SIDE, device="cuda") for _ in range(3)])
+    mesh = init_device_mesh("cuda", (1,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    rows = torch.randn(64, SIDE, device="cuda")
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        model(rows).square().sum().backward()
+        return [local(one).clone() for one in model.parameters()]
+
+    before = gradients()
+    gradients_on_one_stream(model)
+    for _ in range(3):
+        assert all(torch.equal(one, two) for one, two in zip(before, gradients(), strict=True))
+    places = [local(one).untyped_storage().data_ptr() for one in model.parameters()]
+    streams = {
+        block["address"]: segment["stream"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+    }
+    assert {streams[one] for one in places} == {0}

@@ -190,6 +190,40 @@ def test_what_an_optimizer_keeps_lies_apart_and_it_trains_as_without_a_pool(
     assert pool.stats().overshoot_bytes == 0
 
 
+def test_gradients_that_accumulate_lie_apart_from_the_second_cycle_on_bit_by_bit(
+    torch_books: None,
+) -> None:
+    x = rows(width=1024)
+    batches = (x, -x, x + 1)
+    streams: list[set[int]] = []
+
+    def trained(around: Any = None) -> list[str]:
+        model = mlp(width=1024)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        streams.clear()
+        for _ in range(STEPS):
+            for batch in batches:
+                with around or contextlib.nullcontext():
+                    loss = mean_square(model, batch)
+                loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found += [digest(loss), *(digest(gradient) for gradient in gradients)]
+            streams.append({stream_of(one) for one in gradients if one.nbytes > MIB})
+            del gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    expected = trained()
+    pool = budget_on_torch("native", 300 * MIB)
+    assert trained(pool) == expected
+    assert streams[0] == {0}
+    assert all(0 not in of_cycle for of_cycle in streams[1:])
+    assert pool.stats().evicted_bytes > 0
+    assert pool.stats().overshoot_bytes == 0
+
+
 def test_after_an_optimizers_first_step_has_raised_the_next_one_is_as_ever(
     torch_books: None,
 ) -> None:
@@ -292,11 +326,13 @@ def test_a_pool_is_made_per_step_or_kept(mode: str, torch_books: None) -> None:
     assert_trains(kept, model, x, expected)
     del kept
     mapped = []
-    for _ in range(2 * STEPS):
+    for _ in range(4 * STEPS):
         assert one_step(model, x, stagehand_alloc.pool(**sizes)) == expected
         gc.collect()
         mapped.append(stagehand_alloc.stats().mapped)
-    assert mapped[-1] <= max(mapped[:STEPS]), "every new pool takes more memory"
+    # What is mapped settles in the first few pools, not always in the same one.
+    settling, later = mapped[: 2 * STEPS], mapped[2 * STEPS :]
+    assert max(later) <= max(settling), "every new pool takes more memory"
 
 
 # --- torch's own functions

@@ -411,6 +411,9 @@ void FakeTorch::free(Address address) {
     std::fprintf(stderr, "torch: freed twice\n");
     std::abort();
   }
+  if ((std::atomic_ref(*TorchStore::devices_that_follow()).load() & 1) != 0) {
+    tell(CacheEvent::let_go, address, chunk->second.requested, chunk->second.segment);
+  }
   if (chunk->second.users.empty()) {
     return free_now(chunk);
   }

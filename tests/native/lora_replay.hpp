@@ -7,10 +7,12 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/requests.hpp"
 #include "core/step_shape.hpp"
 #include "native/held_rig.hpp"
 #include "native/lora_model.hpp"
@@ -226,6 +228,7 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
     rig.drop(made);
   }
   Alias unpack(const Record& record, driver::Stream on, bool by_recipe = false) {
+    const MakesAgain makes_again;
     Runtime& runtime = *rig.runtime;
     const RecordId id = record.saved.record;
     rig.note_usage();
@@ -436,6 +439,7 @@ class LoraReplay {
     tensors_.run_again = [this](std::uint64_t record) { run_again(record); };
   }
   ~LoraReplay() {
+    micro_step_ = 0;
     drop_rest();
     if (kept_.has_value()) {
       tensors_.drop(*kept_);
@@ -448,6 +452,20 @@ class LoraReplay {
   LoraReplay(const LoraReplay&) = delete;
   LoraReplay& operator=(const LoraReplay&) = delete;
 
+  // From here on so many steps are one of the optimizer's: the gradients that the first one leaves
+  // stay until that, and in the others what is added to them is gone at once.
+  void accumulate(int steps) {
+    micro_steps_ = steps;
+    bool backward = false;
+    for (const Event& event : events_) {
+      backward = backward || event.kind == 'u';
+      if (event.kind == 'a' && backward) {
+        gradients_.insert(event.a);
+      } else if (event.kind == 'f') {
+        gradients_.erase(event.a);
+      }
+    }
+  }
   // As recorded, without any budget.
   double plain_ms() const { return plain_us_ / 1e3; }
   auto& rig() { return tensors_.rig; }
@@ -539,6 +557,7 @@ class LoraReplay {
     done.over = after.mapped_peak - std::min(after.mapped_peak, high_);
     done.late = after.prefetch_lates - before.prefetch_lates;
     done.reruns = after.reruns - before.reruns;
+    micro_step_ = (micro_step_ + 1) % micro_steps_;
     return done;
   }
 
@@ -565,6 +584,9 @@ class LoraReplay {
       }
       play(event);
     });
+    if (added_.has_value()) {
+      tensors_.drop(*std::exchange(added_, {}));
+    }
     weights_.ended();
     if constexpr (requires { weights_.optimize(); }) {
       weights_.optimize();
@@ -658,10 +680,19 @@ class LoraReplay {
   }
 
   void play(const Event& event) {
+    if (added_.has_value()) {
+      tensors_.drop(*std::exchange(added_, {}));
+    }
     switch (event.kind) {
-      case 'a':
-        blocks_.emplace(event.a, tensors_.make(event.b, streams_.of(event, rig_)));
+      case 'a': {
+        const auto made = tensors_.make(event.b, streams_.of(event, rig_));
+        if (micro_step_ > 0 && gradients_.contains(event.a)) {
+          added_ = made;
+        } else {
+          blocks_.emplace(event.a, made);
+        }
         break;
+      }
       case 'f':
         tensors_.drop(blocks_.at(event.a));
         blocks_.erase(event.a);
@@ -706,12 +737,19 @@ class LoraReplay {
         CHECK(false);
     }
   }
-  // Gradients, which the next step drops first.
+  // Gradients, which the next step drops first once the optimizer has stepped.
   void drop_rest() {
-    for (const auto& [id, made] : blocks_) {
-      tensors_.drop(made);
+    if (micro_step_ == 0) {
+      rig_.runtime->optimizer_steps();
     }
-    blocks_.clear();
+    for (auto one = blocks_.begin(); one != blocks_.end();) {
+      if (micro_step_ > 0 && gradients_.contains(one->first)) {
+        ++one;
+        continue;
+      }
+      tensors_.drop(one->second);
+      one = blocks_.erase(one);
+    }
   }
 
   Tensors tensors_;
@@ -731,6 +769,10 @@ class LoraReplay {
   std::uint64_t steps_ = 0;
   typename Tensors::Made others_{};
   std::vector<typename Tensors::Made> of_optimizer_;
+  int micro_steps_ = 1;
+  int micro_step_ = 0;
+  std::set<std::uint64_t> gradients_;  // of blocks
+  std::optional<typename Tensors::Made> added_{};
   std::map<std::uint64_t, typename Tensors::Made> blocks_;
   std::map<std::uint64_t, typename Tensors::Held> records_;
   std::map<std::uint64_t, typename Tensors::Alias> aliases_;
