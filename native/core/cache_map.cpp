@@ -41,6 +41,17 @@ Bytes CacheMap::small_growth() {
   return peak - std::min(peak, small_);
 }
 
+Bytes CacheMap::small_of_new_pool() {
+  const Lock lock(mutex_);
+  std::set<driver::Stream> streams;
+  for (const auto& [base, segment] : segments_) {
+    if (segment.small) {
+      streams.insert(segment.owner.stream);
+    }
+  }
+  return streams.size() * kSmallBuffer;
+}
+
 void CacheMap::apply(const CacheEvent& event) {
   if (event.kind == CacheEvent::segment_gone) {
     GivingBack::segment_goes(event.device);
@@ -87,9 +98,10 @@ void CacheMap::do_apply(const CacheEvent& event) {
     case CacheEvent::alloc:
       return allocate(event);
     case CacheEvent::let_go:
+      young_.erase(event.address);
       return gradients_.let_go(event.address);
     case CacheEvent::freed:
-      gradients_.let_go(event.address);
+      gradients_.freed(event.address);
       return free(event);
     case CacheEvent::segment:
     case CacheEvent::mapped:
@@ -541,9 +553,11 @@ void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
     }
     Address at = base;
     const Address end = base + segment.bytes;
+    // What is free for gradients to come would have to be mapped again.
+    const bool kept = gradients_.missing() > 0 && survivors_.is_apart(segment.owner.stream);
     const auto add = [&](Bytes bytes, bool hole) {
       stretches->push_back({at, bytes, hole, at == base, segment.owner == owner,
-                            segment.releasable(), segment.expandable, base});
+                            segment.releasable() && !kept, segment.expandable, base});
       at += bytes;
     };
     for (auto live = lives_.lower_bound(base); live != lives_.end() && live->first < end; ++live) {

@@ -106,9 +106,13 @@ class CacheMap {
   // As of KeptGradients.
   void end_backward();
   bool follows();
+  bool knows_gradients();
   // What segments of large blocks grow by until those have room that are known, and not there. None
   // for the stream that they are served from.
   Bytes growth_of_gradients(driver::Stream stream);
+  // The same once all that is free has gone back.
+  Bytes missing_gradients();
+  bool is_apart(driver::Stream stream);
   // Before begin_step: what may be survivors of the step that ends, or its gradients, as far as any
   // can be. Then those that are.
   struct Young {
@@ -177,6 +181,8 @@ class CacheMap {
   // What segments of small blocks grow by until they are what they were at most in the last two
   // steps.
   Bytes small_growth();
+  // What a new memory pool takes for small blocks: a segment for each stream that has any.
+  Bytes small_of_new_pool();
   // What segments of large blocks of all streams but this one grow by until each has what it had at
   // most in this step or the two before it.
   Bytes growth_of_others(driver::Stream stream);

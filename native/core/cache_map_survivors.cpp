@@ -84,6 +84,21 @@ driver::Stream CacheMap::place(Bytes bytes, driver::Stream stream) {
   return survivors_.place(bytes, stream);
 }
 
+bool CacheMap::knows_gradients() {
+  const Lock lock(mutex_);
+  return gradients_.knows_any();
+}
+
+Bytes CacheMap::missing_gradients() {
+  const Lock lock(mutex_);
+  return gradients_.missing();
+}
+
+bool CacheMap::is_apart(driver::Stream stream) {
+  const Lock lock(mutex_);
+  return survivors_.is_apart(stream);
+}
+
 Bytes CacheMap::growth_of_gradients(driver::Stream stream) {
   const Lock lock(mutex_);
   const Bytes missing = gradients_.missing();

@@ -6,8 +6,9 @@ namespace stagehand::core {
 
 void KeptGradients::begin_step(const std::vector<Left>& left) {
   end_backward();
-  left_.clear();
-  left_.insert(left.begin(), left.end());
+  for (const auto& [address, request] : left) {
+    left_.insert_or_assign(address, request);
+  }
 }
 
 // What was left, and is there after a forward, stays.
@@ -66,7 +67,7 @@ void KeptGradients::drop(Known::iterator known) {
 }
 
 std::uint32_t KeptGradients::served(Address address, Bytes bytes, driver::Stream stream) {
-  if (!counts_) {
+  if (!counts_ || (served_.size() >= kSizes && !served_.contains({stream, bytes}))) {
     return 0;
   }
   const std::uint32_t nth = ++served_[{stream, bytes}];
@@ -78,7 +79,19 @@ std::uint32_t KeptGradients::served(Address address, Bytes bytes, driver::Stream
 
 void KeptGradients::let_go(Address address) {
   left_.erase(address);
+  if (const auto there = there_.find(address); there != there_.end()) {
+    pending_bytes_ +=
+        pending_.emplace(address, there->second.bytes).second ? there->second.bytes : Bytes{0};
+  }
   forget(address);
+}
+
+void KeptGradients::freed(Address address) {
+  let_go(address);
+  if (const auto pending = pending_.find(address); pending != pending_.end()) {
+    pending_bytes_ -= pending->second;
+    pending_.erase(pending);
+  }
 }
 
 void KeptGradients::forget(Address address) {

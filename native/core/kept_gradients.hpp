@@ -11,6 +11,7 @@
 // Only what is decided; guarded by the cache map's lock.
 #pragma once
 
+#include <algorithm>
 #include <compare>
 #include <cstdint>
 #include <map>
@@ -34,7 +35,7 @@ class KeptGradients {
   using Left = std::pair<Address, Request>;
 
   explicit KeptGradients(std::pmr::memory_resource* nodes)
-      : known_(nodes), there_(nodes), left_(nodes), served_(nodes) {}
+      : known_(nodes), there_(nodes), pending_(nodes), left_(nodes), served_(nodes) {}
 
   // A step begins: what the backward before asked for, and is there. Until its own backward begins
   // nothing is counted.
@@ -46,20 +47,27 @@ class KeptGradients {
   void end_backward() { counts_ = wanted_ = false; }
   // The program was served a block there. Returns the request's number; 0 where none is counted.
   std::uint32_t served(Address address, Bytes bytes, driver::Stream stream);
-  // The program has let go of the block there, whether or not the GPU is done with it.
+  // The program has let go of the block there, whether or not the GPU is done with it; then it is.
   void let_go(Address address);
+  void freed(Address address);
   // Whether the next request of that size is for one.
   bool wants(Bytes bytes, driver::Stream stream) const;
   // Bits (size_bit) of all that may be wanted.
   std::uint64_t sizes() const { return wanted_ ? sizes_ : 0; }
   // Whether `let_go` has to be told.
   bool follows() const { return wanted_ || !there_.empty() || !left_.empty(); }
-  // Bytes of those that are known, and not there: the next cycle's.
-  Bytes missing() const { return few_ ? known_bytes_ - there_bytes_ : 0; }
+  bool knows_any() const { return !known_.empty(); }
+  // Bytes of those that are known, and not there: the next cycle's. Not of those that the GPU is
+  // not done with.
+  Bytes missing() const {
+    const Bytes held = there_bytes_ + pending_bytes_;
+    return few_ ? known_bytes_ - std::min(known_bytes_, held) : 0;
+  }
   const std::vector<driver::Stream>& streams() const { return streams_; }
 
  private:
-  static constexpr int kMissing = 3;  // in so many cycles: it is one no more
+  static constexpr std::size_t kSizes = 4096;  // so many are counted, of all streams
+  static constexpr int kMissing = 3;           // in so many cycles: it is one no more
   struct One {
     Address at = 0;   // 0: not there
     int missing = 0;  // cycles in a row that it did not outlive a forward in
@@ -72,11 +80,13 @@ class KeptGradients {
 
   Known known_;
   std::pmr::map<Address, Request> there_;  // of those known
-  std::pmr::map<Address, Request> left_;   // by the backward before
+  std::pmr::map<Address, Bytes> pending_;  // of those let go of
+  std::pmr::map<Address, Request> left_;   // by backwards before
   std::pmr::map<std::pair<driver::Stream, Bytes>, std::uint32_t> served_;
   std::vector<driver::Stream> streams_;  // that any known one is asked for on
   Bytes known_bytes_ = 0;
   Bytes there_bytes_ = 0;
+  Bytes pending_bytes_ = 0;
   std::uint64_t sizes_ = 0;
   bool few_ = false;     // they take no more than they may
   bool counts_ = false;  // a backward runs

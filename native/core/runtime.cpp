@@ -477,7 +477,7 @@ void Runtime::optimizer_made() {
 }
 
 void Runtime::optimizer_steps() {
-  if (uses_torch()) {
+  if (uses_torch() && torch_->counts_gradients()) {
     const Entry entry(d_.gate);
     torch_->optimizer_steps();
   }

@@ -195,7 +195,8 @@ void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
   }
   const std::optional<CacheMap::Owner> owner = cache_.owner_of(record->block->address);
   refresh();
-  const Bytes there = d_.counters.mapped + room_for_small();
+  const Bytes there = d_.counters.mapped + room_for_small() +
+                      cache_.growth_of_gradients(owner ? owner->stream : nullptr);
   const Bytes whole = CacheMap::whole_pages(0, target - std::min(target, there));
   if (whole == 0 || !owner || !cache_.by_pages()) {
     return;

@@ -99,7 +99,8 @@ bool TorchStore::missed(Entry& entry, driver::Stream stream, Bytes told) {
   refresh();
   poll_newest(kPolled);
   poll_others(kPolled);
-  const Bytes known = request_of(told);
+  // What is served apart has found room for just this.
+  const Bytes known = cache_.is_apart(stream) && told != 0 ? told : request_of(told);
   // Once over `high` in a step that is not known, not again for what it asked for already.
   const bool over = d_.counters.overshoot_bytes > over_at_entry_;
   const Bytes request = known == 0 && over ? d_.plan.largest_request() : known;

@@ -101,6 +101,8 @@ struct TorchSide {
   std::uint32_t size = 0;  // of this table, in bytes
   // Whether `missed` is ever called, and whether `alone` and `drop` work without the GIL.
   int triggers = 0;
+  // Whether `place` is ever called: torch tells of requests.
+  int places = 0;
 
   // Whether `missed` cannot be called now: torch would take the GIL where it frees, which comes
   // before its mutex. Room is then made at packs and unpacks. Takes no lock.

@@ -76,6 +76,11 @@ Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may
     *why = Refusal::small;
     return nullptr;
   }
+  constexpr std::size_t kFew = 4;  // that a program computes on; others may come and go
+  if (saves_on_.size() < kFew &&
+      std::find(saves_on_.begin(), saves_on_.end(), owner.stream) == saves_on_.end()) {
+    saves_on_.push_back(owner.stream);
+  }
   block = adopt(held, owner);
   block->serial = known.serial;
   return block;
@@ -105,9 +110,6 @@ void TorchStore::saved(Entry& entry, Record& record, driver::Stream stream, bool
 Block* TorchStore::adopt(const HeldStorage& held, const CacheMap::Owner& owner) {
   HeldStorage with_stream = held;
   with_stream.stream = owner.stream;
-  if (std::find(saves_on_.begin(), saves_on_.end(), owner.stream) == saves_on_.end()) {
-    saves_on_.push_back(owner.stream);
-  }
   Block* block = held_.adopt(with_stream);
   block->in_mem_pool = owner.pool != CacheMap::Owner{}.pool;
   return block;
@@ -196,9 +198,10 @@ void TorchStore::handed_out(Record& record) {
   watch(record);
   if (std::exchange(saving_, false)) {
     constexpr Bytes kPart = 4;  // of the budget
-    const Bytes small = room_for_small();
-    cache_.end_saving(pressed_ || has_left() ? d_.budget.high / kPart : 0,
-                      d_.ceiling() - std::min(d_.ceiling(), small));
+    const bool counts = held_.side().places != 0 && (pressed_ || has_left());
+    const Bytes roof = cache_.knows_gradients() ? roof_of_driver(0, d_.ceiling()) : 0;
+    cache_.end_saving(counts ? d_.budget.high / kPart : 0, roof - std::min(roof, room_for_small()));
+    counts_gradients_.store(counts, std::memory_order_relaxed);
     settle_apart();
   }
 }
@@ -445,6 +448,7 @@ void TorchStore::optimizer_makes(Entry& entry, driver::Stream stream) {
 }
 
 void TorchStore::optimizer_steps() {
+  counts_gradients_.store(false, std::memory_order_relaxed);
   cache_.end_backward();
   settle_apart();
 }
@@ -519,7 +523,7 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   take_stuck();
   end_aside();
   refresh();
-  const Bytes besides = room_for_small() + cache_.growth_of_gradients(nullptr) + kPages;
+  const Bytes besides = room_for_small() + cache_.missing_gradients() + kPages;
   const Bytes most = target - std::min(target, d_.counters.occupied + besides);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, but_for_others(most));
@@ -580,7 +584,8 @@ void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
   }
   refresh();
   const Bytes roof = roof_of_driver(0, d_.ceiling());
-  const Bytes most = roof - std::min(roof, d_.counters.mapped + room_for_small());
+  const Bytes small = room_for_small() + cache_.small_of_new_pool();
+  const Bytes most = roof - std::min(roof, d_.counters.mapped + small);
   const Bytes others = room_for_others(stream);
   const Bytes bytes = std::min(but_for_others(most), most - std::min(most, others)) /
                       CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;

@@ -59,6 +59,8 @@ class TorchStore final : public Store {
   void optimizer_made();
   // One steps, for the first time or not: what is asked for from here on is no gradient.
   void optimizer_steps();
+  // Whether that has anything to say. Any thread, without the lock.
+  bool counts_gradients() const { return counts_gradients_.load(std::memory_order_relaxed); }
   // A bit for each device where it is to be told that the program lets go of a block.
   static std::uint64_t* devices_that_follow() { return &devices_that_follow_; }
   // By device, the bits of sizes that CacheMap::place has something to say of; read atomically.
@@ -220,10 +222,11 @@ class TorchStore final : public Store {
   Bytes most_lacking_ = 0;          // all that was free went back for such gradients
   bool pressed_ = false;            // in any step
   bool pool_waits_ = false;         // there is a MemPool that does not serve this step
-  std::atomic<bool> optimizer_due_ = false;  // as of await_optimizer
-  bool gave_back_ = false;                   // for an optimizer, since the step began
-  bool saving_ = false;                      // nothing has been asked for in this step
-  std::vector<driver::Stream> saves_on_;     // whose blocks were saved since it began
+  std::atomic<bool> optimizer_due_ = false;     // as of await_optimizer
+  std::atomic<bool> counts_gradients_ = false;  // a backward asks for some that may stay
+  bool gave_back_ = false;                      // for an optimizer, since the step began
+  bool saving_ = false;                         // nothing has been asked for in this step
+  std::vector<driver::Stream> saves_on_;        // whose blocks were saved since it began
 };
 
 }  // namespace stagehand::core

@@ -479,6 +479,7 @@ nb::object Hooks::make_again(const Handle& handle, driver::Stream consumer) {
 }
 
 nb::object Hooks::unpack(const Handle& handle, bool by_recipe) {
+  const core::MakesAgain makes_again;
   if (handle.call.is_valid()) {
     Call::of(handle).unpacked();
   }
@@ -501,7 +502,6 @@ nb::object Hooks::unpack(const Handle& handle, bool by_recipe) {
         "tensors.\n"
         "Run backward in the process that ran forward.");
   }
-  const core::MakesAgain makes_again;
   Twins::get().sweep();  // first: what they keep on the GPU may be what makes room
   const driver::Stream consumer = current_stream(handle.geometry.device);
   core::Unpacked unpacked = find(handle, consumer, by_recipe);

@@ -339,6 +339,7 @@ extern "C" __attribute__((visibility("default"))) const void* stagehand_torch_si
     made.version = TorchSide::kVersion;
     made.size = sizeof(TorchSide);
     made.triggers = 1;
+    made.places = STAGEHAND_TELLS_REQUESTS;
     made.blocked = &blocked;
     made.hold = &hold;
     made.wrap = &wrap;

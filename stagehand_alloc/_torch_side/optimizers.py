@@ -28,9 +28,10 @@ def around_every_step(begin: Callable[..., Any], end: Callable[..., Any]) -> lis
 class FirstSteps:
     """Tells the core when what an optimizer keeps is made, on devices that pools are entered on.
 
-    By torch's own hooks around every optimizer's step: they stay for good, and cost a look into a
-    dict in later steps. What a closure runs is none of it. An optimizer that is no
-    `torch.optim.Optimizer` is not seen. In a forked child nothing is told.
+    And when it steps: what is asked for then is no gradient that stays. By torch's own hooks around
+    every optimizer's step: they stay for good, and cost a look into a dict and a call of the core.
+    What a closure runs is none of it. An optimizer that is no `torch.optim.Optimizer` is not seen.
+    In a forked child nothing is told.
     """
 
     def __init__(self) -> None:

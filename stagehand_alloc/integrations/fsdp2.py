@@ -7,7 +7,8 @@ gradients_on_one_stream(model)  # after fully_shard
 done. torch's caching allocator keeps memory for each stream: what gradients take lies idle in
 forward. Here each is copied, once it is reduced, to memory of the stream that computes, which
 forward uses again. With or without a budget; in the process allocator, which lends memory between
-streams, there is nothing to gain, and nothing is done.
+streams, there is nothing to gain, and nothing is done. Where gradients accumulate, and a pool moves
+what is saved, they get segments of their own from the optimizer's second step on.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def _storage_of(tensor: Tensor) -> StorageWeakRef:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     """By a kernel, as `copy_` does not: the copy engines have activations to move."""
-    if source.itemsize == 2:  # the kernel computes with 32 bits: a NaN would lose its own
-        source, target = source.view(torch.int16), target.view(torch.int16)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(source.itemsize)
+    if bits is not None:  # the kernel computes with floats of 32 bits: a NaN would lose its own
+        source, target = source.view(bits), target.view(bits)
     torch._foreach_copy_([target], [source])

@@ -40,7 +40,7 @@ TorchSide table_of(bool triggers) {
   TorchSide side;
   side.version = TorchSide::kVersion;
   side.size = sizeof side;
-  side.triggers = triggers ? 1 : 0;
+  side.triggers = side.places = triggers ? 1 : 0;
   side.alone = [](void* storage, Address address, Bytes bytes) {
     const Storage* one = storage_of(storage);
     return one->references == 1 && one->address == address && one->bytes == bytes;

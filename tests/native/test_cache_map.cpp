@@ -465,6 +465,55 @@ TEST("segments of small blocks are expected to be as many as at most in the last
   CHECK_EQ(map.small_growth(), 0);
 }
 
+TEST("a new memory pool takes a segment of small blocks for each stream that has any") {
+  Map map;
+  int other = 0;
+  CHECK_EQ(map.small_of_new_pool(), 0);
+  map.segment(0, 2_MiB);
+  map.segment(2_MiB, 2_MiB);
+  map.segment(100_MiB, 20_MiB);
+  CHECK_EQ(map.small_of_new_pool(), 2_MiB);
+  map.stream = &other;
+  map.segment(200_MiB, 20_MiB);
+  CHECK_EQ(map.small_of_new_pool(), 2_MiB);
+  map.segment(10_MiB, 2_MiB);
+  CHECK_EQ(map.small_of_new_pool(), 4_MiB);
+}
+
+TEST("what a backward left is let go of before it is free, and then no gradient of it") {
+  Map map;
+  const auto let_go = [&](Bytes at) { map.apply(map.event(CacheEvent::let_go, at, 4_MiB)); };
+  map.begin_step();
+  map.segment(0, 20_MiB);
+  map.end_saving(64_MiB, 64_MiB);
+  map.alloc(0, 4_MiB);
+  map.alloc(4_MiB, 4_MiB);
+  let_go(0);
+  const std::vector<CacheMap::Young> young = map.young();
+  CHECK_EQ(young.size(), 1u);
+  CHECK(young.front().of_backward);
+  CHECK_EQ(young.front().block.nth, 2u);
+  map.begin_step();
+  map.serve_apart({}, 0, {{young.front().address, {map.stream, 4_MiB, 2}}});
+  CHECK(map.follows());
+  map.end_saving(64_MiB, 64_MiB);
+  CHECK(map.knows_gradients());
+  CHECK_EQ(map.missing_gradients(), 0);
+  let_go(4_MiB);
+  CHECK_EQ(map.missing_gradients(), 0);  // no room is to be had for it yet
+  map.freed(4_MiB, 4_MiB);
+  CHECK_EQ(map.missing_gradients(), 4_MiB);
+  CHECK_EQ(map.growth_of_gradients(map.stream), 4_MiB);
+  int apart = 0;
+  map.give_apart(map.stream, &apart);
+  map.stream = &apart;
+  map.segment(64_MiB, 20_MiB);
+  CHECK_EQ(map.growth_of_gradients(&map.stream_here), 0);
+  map.alloc(64_MiB, 18_MiB);
+  CHECK_EQ(map.growth_of_gradients(&map.stream_here), 2_MiB);
+  CHECK_EQ(map.growth_of_gradients(&apart), 0);
+}
+
 TEST("where segments are expandable a request grows the cache by pages of one") {
   Map map;
   map.mapped(0, 20_MiB);
