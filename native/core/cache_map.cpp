@@ -41,17 +41,6 @@ Bytes CacheMap::small_growth() {
   return peak - std::min(peak, small_);
 }
 
-Bytes CacheMap::small_of_new_pool() {
-  const Lock lock(mutex_);
-  std::set<driver::Stream> streams;
-  for (const auto& [base, segment] : segments_) {
-    if (segment.small) {
-      streams.insert(segment.owner.stream);
-    }
-  }
-  return streams.size() * kSmallBuffer;
-}
-
 void CacheMap::apply(const CacheEvent& event) {
   if (event.kind == CacheEvent::segment_gone) {
     GivingBack::segment_goes(event.device);

@@ -181,8 +181,6 @@ class CacheMap {
   // What segments of small blocks grow by until they are what they were at most in the last two
   // steps.
   Bytes small_growth();
-  // What a new memory pool takes for small blocks: a segment for each stream that has any.
-  Bytes small_of_new_pool();
   // What segments of large blocks of all streams but this one grow by until each has what it had at
   // most in this step or the two before it.
   Bytes growth_of_others(driver::Stream stream);

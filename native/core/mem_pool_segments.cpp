@@ -16,7 +16,8 @@ Address MemPoolSegments::take(Bytes bytes, driver::Stream stream, Bytes limit) {
     const Bytes reserved = cache_.usage().reserved;
     const Bytes others = reserved - std::min(reserved, counters_.occupied);
     const Bytes ceiling = limit - std::min(limit, others);
-    if (heap_.grow(*arena, bytes, ceiling) == Status::ok ||
+    // No spare memory beside it: `high` counts that, and the next segment may be of any size.
+    if (heap_.grow(*arena, bytes, ceiling, 0) == Status::ok ||
         heap_.gather(*arena, bytes, ceiling) == Status::ok) {
       block = heap_.take(*arena, bytes);
     }

@@ -584,8 +584,7 @@ void TorchStore::entered_pool(Entry& entry, driver::Stream stream) {
   }
   refresh();
   const Bytes roof = roof_of_driver(0, d_.ceiling());
-  const Bytes small = room_for_small() + cache_.small_of_new_pool();
-  const Bytes most = roof - std::min(roof, d_.counters.mapped + small);
+  const Bytes most = roof - std::min(roof, d_.counters.mapped + room_for_small());
   const Bytes others = room_for_others(stream);
   const Bytes bytes = std::min(but_for_others(most), most - std::min(most, others)) /
                       CacheMap::kSmallBuffer * CacheMap::kSmallBuffer;

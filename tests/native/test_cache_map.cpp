@@ -465,21 +465,6 @@ TEST("segments of small blocks are expected to be as many as at most in the last
   CHECK_EQ(map.small_growth(), 0);
 }
 
-TEST("a new memory pool takes a segment of small blocks for each stream that has any") {
-  Map map;
-  int other = 0;
-  CHECK_EQ(map.small_of_new_pool(), 0);
-  map.segment(0, 2_MiB);
-  map.segment(2_MiB, 2_MiB);
-  map.segment(100_MiB, 20_MiB);
-  CHECK_EQ(map.small_of_new_pool(), 2_MiB);
-  map.stream = &other;
-  map.segment(200_MiB, 20_MiB);
-  CHECK_EQ(map.small_of_new_pool(), 2_MiB);
-  map.segment(10_MiB, 2_MiB);
-  CHECK_EQ(map.small_of_new_pool(), 4_MiB);
-}
-
 TEST("what a backward left is let go of before it is free, and then no gradient of it") {
   Map map;
   const auto let_go = [&](Bytes at) { map.apply(map.event(CacheEvent::let_go, at, 4_MiB)); };

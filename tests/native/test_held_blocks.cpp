@@ -783,6 +783,26 @@ TEST("a MemPool's segments are reused by the next, and refused above limit") {
   rig.verify();
 }
 
+// In FSDP2 with a MemPool a segment of 2 MiB took 32, of which 30 were above what there was room
+// for.
+TEST("a MemPool's segments take no more than torch asks for") {
+  HeldRig rig;
+  const driver::Stream s = rig.stream();
+  rig.torch.use_segments(kOurPool);
+  rig.budget(128_MiB, 128_MiB);
+  {
+    const PoolScope scope(kOurPool);
+    std::vector<HeldTensor> all;
+    for (const Bytes bytes : {4_KiB, 12_MiB, 46_MiB}) {
+      all.push_back(rig.make(bytes, s));
+      CHECK_EQ(rig.counters().mapped, rig.torch.reserved());
+    }
+    CHECK_EQ(rig.torch.reserved(), 60_MiB);
+    rig.drop_all(all);
+  }
+  rig.torch.destroy_pool(kOurPool);
+}
+
 TEST("another device may reach a MemPool's segments made before and after it was named") {
   Machine machine = kHeldMachine;
   machine.devices = 2;
