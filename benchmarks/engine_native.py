@@ -63,16 +63,27 @@ def history_has(commit: str) -> bool:
 
 def source_of_before() -> pathlib.Path | None:
     """Version 0.1's native/ and tests/; None where this history does not go back so far."""
-    folder = BUILD / "version-0.1-source"
+    return source_of(BEFORE_COMMIT) if history_has(BEFORE_COMMIT) else None
+
+
+def source_of(commit: str) -> pathlib.Path:
+    """That commit's native/ and tests/. Raises BuildError where this history does not have it."""
+    if not history_has(commit):
+        raise BuildError(f"there is no commit {commit!r}")
+    name = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", f"{commit}^{{commit}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = BUILD / f"source-{name.stdout.strip()[:12]}"
     if folder.exists():
         return folder
-    if not history_has(BEFORE_COMMIT):
-        return None
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", BEFORE_COMMIT, "native", "tests"],
+        ["git", "-C", str(ROOT), "archive", commit, "native", "tests"],
         stdout=subprocess.PIPE,
         check=True,
     )

@@ -463,3 +463,26 @@ def test_recompute_compares_every_step_with_plain_torch(tmp_path: pathlib.Path) 
     assert found["with_room"]["bitwise"]
     assert [one["recompute"] for one in found["ours"]] == [False, True]
     assert all(one["bitwise"] and one["over_bytes"] == 0 for one in found["ours"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--traces", "llama,lama"], "there is no 'lama'"),
+        (["--modes", "fast"], "there is no 'fast'"),
+        (["--before", "no-such-commit"], "there is no commit 'no-such-commit'"),
+    ],
+)
+def test_replays_of_what_there_is_not_say_so_and_build_nothing(
+    arguments: list[str], says: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "replays.py"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
