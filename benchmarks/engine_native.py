@@ -53,37 +53,33 @@ def build(folder: pathlib.Path, jobs: int, *targets: str) -> None:
     call([tool("cmake"), "--build", str(folder), "-j", str(jobs), "--target", *targets])
 
 
-def history_has(commit: str) -> bool:
-    command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
+def full_name(commit: str) -> str | None:
+    """Of a commit that this history has."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"]
     try:
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     except OSError:  # no git
-        return False
+        return None
 
 
 def source_of_before() -> pathlib.Path | None:
     """Version 0.1's native/ and tests/; None where this history does not go back so far."""
-    return source_of(BEFORE_COMMIT) if history_has(BEFORE_COMMIT) else None
+    return source_of(BEFORE_COMMIT) if full_name(BEFORE_COMMIT) is not None else None
 
 
 def source_of(commit: str) -> pathlib.Path:
     """That commit's native/ and tests/. Raises BuildError where this history does not have it."""
-    if not history_has(commit):
+    name = full_name(commit)
+    if name is None:
         raise BuildError(f"there is no commit {commit!r}")
-    name = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", f"{commit}^{{commit}}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    folder = BUILD / f"source-{name.stdout.strip()[:12]}"
+    folder = BUILD / f"source-{name[:12]}"
     if folder.exists():
         return folder
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", commit, "native", "tests"],
+        ["git", "-C", str(ROOT), "archive", name, "native", "tests"],
         stdout=subprocess.PIPE,
         check=True,
     )

@@ -58,7 +58,7 @@ def run(program: pathlib.Path, *words: str) -> dict[str, float]:
 
 def replayed(program: pathlib.Path, jobs: int, *words: str) -> Replayed:
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda bytes: run(program, *words, f"beside={bytes}"), BESIDE))
+        found = list(pool.map(lambda more: run(program, *words, f"beside={more}"), BESIDE))
     return Replayed(
         statistics.fmean(one["mean"] for one in found),
         max(one["worst"] for one in found),

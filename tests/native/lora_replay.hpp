@@ -453,8 +453,8 @@ class LoraReplay {
   LoraReplay& operator=(const LoraReplay&) = delete;
 
   // From here on so many steps are one of the optimizer's: the gradients that the first one leaves
-  // stay until that, and in the others what is added to them is gone at once.
-  void accumulate(int steps) {
+  // stay until that, and in the others what is added to them is gone at once. Returns their bytes.
+  Bytes accumulate(int steps) {
     micro_steps_ = steps;
     bool backward = false;
     for (const Event& event : events_) {
@@ -465,6 +465,11 @@ class LoraReplay {
         gradients_.erase(event.a);
       }
     }
+    Bytes bytes = 0;
+    for (const std::uint64_t block : gradients_) {
+      bytes += sizes_.at(block);
+    }
+    return bytes;
   }
   // As recorded, without any budget.
   double plain_ms() const { return plain_us_ / 1e3; }

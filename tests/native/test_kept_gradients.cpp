@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "core/kept_gradients.hpp"
-#include "native/first_steps.hpp"
+#include "core/requests.hpp"
 #include "native/held_rig.hpp"
-#include "native/lora_replay.hpp"
+#include "native/trace.hpp"
 
 namespace stagehand::core::test {
 namespace {
@@ -316,26 +316,6 @@ TEST("torch's cache: what is made again for a backward is not counted among its 
   CHECK(rig.torch.stream_of(batches.gradient.address()) != batches.s);
   rig.back_all(saved, batches.s);
   batches.end();
-}
-
-// Without expandable segments, in steps whose gradients lie between what leaves: 3.8 of plain, and
-// 1 to 3 GB over high in nearly all but the first of each cycle.
-TEST("Llama with accumulated gradients: from the second cycle on no step goes over high") {
-  for (const auto& [share, most] : {std::pair{0.75, 1.7}, {0.5, 3.0}}) {
-    constexpr int kSteps = 4;
-    constexpr Bytes kGradients = 1780_MiB;
-    const auto [start, peak] = measured<HeldSide>("llama.txt");
-    const Bytes high =
-        200_MiB + kGradients + static_cast<Bytes>(share * static_cast<double>(peak - start));
-    LoraReplay<HeldTensors, NoWeights> replay({read_trace("llama.txt")}, high,
-                                              lora_machine(on_one_link));
-    replay.accumulate(kSteps);
-    replay.rig().runtime->await_optimizer(true);
-    settled_steps(replay, kSteps, 0);
-    replay.optimizer_keeps({16_MiB});
-    replay.rig().runtime->await_optimizer(false);
-    CHECK(settled_of_plain(replay, settled_steps(replay, 0, 5 * kSteps)) <= most);
-  }
 }
 
 }  // namespace

@@ -349,7 +349,7 @@ def test_a_copy_that_fails_gives_its_memory_back_in_order(
         pytest.param(torch.randn(SIDE, 2 * SIDE)[:, ::2], id="with gaps"),
     ],
 )
-def test_what_fsdp2_does_not_make_is_copied_alone(training: Training, view: Tensor) -> None:
+def test_what_fsdp2_does_not_make_is_placed_too(training: Training, view: Tensor) -> None:
     weight = training.weights[0]
     training.give(weight, view)
     assert torch.equal(gradient(weight), view)

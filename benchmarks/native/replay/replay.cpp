@@ -15,6 +15,7 @@
 
 #include "native/first_steps.hpp"
 #include "native/lora_replay.hpp"
+#include "native/optimizer_sizes.hpp"
 #include "native/test.hpp"
 
 namespace stagehand::core::test {
@@ -30,35 +31,6 @@ struct Asked {
   long long of(const char* name) const { return numbers.at(name); }
 };
 
-// What the first backward of a cycle makes, and keeps.
-Bytes gradient_bytes(const std::vector<Event>& events) {
-  std::map<std::uint64_t, Bytes> kept;
-  bool backward = false;
-  for (const Event& event : events) {
-    backward = backward || event.kind == 'u';
-    if (event.kind == 'a' && backward) {
-      kept[event.a] = event.b;
-    } else if (event.kind == 'f') {
-      kept.erase(event.a);
-    }
-  }
-  Bytes all = 0;
-  for (const auto& [block, bytes] : kept) {
-    all += bytes;
-  }
-  return all;
-}
-
-// As of AdamW: of a few sizes, in all so much.
-std::vector<Bytes> state_sizes(Bytes all) {
-  std::vector<Bytes> sizes;
-  for (Bytes i = 0; all > 0; ++i) {
-    sizes.push_back(std::min(all, (4 + i % 5 * 4) * 1_MiB));
-    all -= sizes.back();
-  }
-  return sizes;
-}
-
 template <class Tensors>
 int replay_in(const Asked& asked) {
   constexpr Bytes kOthers = LoraReplay<Tensors, NoWeights>::others();
@@ -67,15 +39,15 @@ int replay_in(const Asked& asked) {
   model.expandable = asked.mode == "expandable";
   const auto micro_batches = static_cast<int>(asked.of("micro_batches"));
   const auto state = static_cast<Bytes>(asked.of("state"));
-  const Bytes gradients = micro_batches > 1 ? gradient_bytes(model.events) : 0;
-  const Bytes high = kOthers + state + gradients + static_cast<Bytes>(asked.of("beside")) +
+  const Bytes high = kOthers + state + static_cast<Bytes>(asked.of("beside")) +
                      static_cast<Bytes>(asked.share * static_cast<double>(use.peak - use.start));
   LoraReplay<Tensors, NoWeights> replay(model, high, lora_machine(on_one_link));
   if (micro_batches > 1) {
     if constexpr (requires { replay.accumulate(micro_batches); }) {
-      replay.accumulate(micro_batches);
+      replay.set_high(high + replay.accumulate(micro_batches));
     } else {
-      std::fprintf(stderr, "the rigs of that checkout know no micro-batches\n");
+      std::fprintf(stderr,
+                   "the rigs of that checkout know no micro-batches: replay it without them\n");
       return 1;
     }
   }
@@ -87,7 +59,7 @@ int replay_in(const Asked& asked) {
     const LoraStep step = replay.step();
     if constexpr (!Tensors::kMoves) {
       if (state > 0 && i == micro_batches - 1) {
-        replay.optimizer_keeps(state_sizes(state));
+        replay.optimizer_keeps(optimizer_sizes(state));
         replay.rig().runtime->await_optimizer(false);
       }
     }
