@@ -101,15 +101,6 @@ void CacheMap::do_apply(const CacheEvent& event) {
   }
 }
 
-CacheMap::Segments::iterator CacheMap::segment_of(Address address) {
-  auto after = segments_.upper_bound(address);
-  if (after == segments_.begin()) {
-    return segments_.end();
-  }
-  --after;
-  return address - after->first < after->second.bytes ? after : segments_.end();
-}
-
 void CacheMap::add_hole(const Segment& segment, Bytes bytes) {
   if (bytes > 0 && !segment.small) {
     holes_[segment.owner].insert(bytes);
@@ -132,10 +123,10 @@ void CacheMap::remove_hole(const Segment& segment, Bytes bytes) {
   }
 }
 
-void CacheMap::hole_around(const Segment& segment, Address base, Lives::iterator after,
-                           Address* begin, Address* end) {
-  *begin = base;
-  *end = base + segment.bytes;
+void CacheMap::hole_around(const Segment& segment, Lives::iterator after, Address* begin,
+                           Address* end) {
+  *begin = segment.base;
+  *end = segment.base + segment.bytes;
   if (after != lives_.end() && after->first < *end) {
     *end = after->first;
   }
@@ -165,6 +156,7 @@ void CacheMap::add_segment(const CacheEvent& event) {
   usage_.reserved += event.bytes;
   note_reserved(before);
   Segment segment;
+  segment.base = event.address;
   segment.bytes = event.bytes;
   segment.owner = {event.stream, {event.pool[0], event.pool[1]}};
   segment.expandable = event.kind == CacheEvent::mapped;
@@ -177,70 +169,65 @@ void CacheMap::add_segment(const CacheEvent& event) {
   add_large(segment, event.bytes);
   add_to_stream(segment, event.bytes);
   add_releasable(segment, segment.bytes);
-  Address base = event.address;
-  Address hole_begin = base;
-  Address hole_end = base + event.bytes;
-  const auto joins = [&](Segments::iterator one) {
-    return segment.expandable && one != segments_.end() && one->second.expandable &&
-           one->second.small == segment.small && one->second.owner == segment.owner;
-  };
-  const auto join = [&](Segments::iterator one) {
+  Address hole_begin = event.address;
+  Address hole_end = event.address + event.bytes;
+  const auto join = [&](const Segment* one) {
+    if (one == nullptr || !segment.expandable || !one->expandable || one->small != segment.small ||
+        !(one->owner == segment.owner)) {
+      return;
+    }
     Address begin = 0;
     Address end = 0;
-    hole_around(one->second, one->first, lives_.lower_bound(event.address), &begin, &end);
-    remove_hole(one->second, end - std::min(begin, end));
+    hole_around(*one, lives_.lower_bound(event.address), &begin, &end);
+    remove_hole(*one, end - std::min(begin, end));
     hole_begin = std::min(hole_begin, begin);
     hole_end = std::max(hole_end, end);
-    base = std::min(base, one->first);
-    segment.bytes += one->second.bytes;
-    segment.live += one->second.live;
+    segment.base = std::min(segment.base, one->base);
+    segment.bytes += one->bytes;
+    segment.live += one->live;
     segments_.erase(one);
   };
-  if (const auto after = segments_.find(event.address + event.bytes); joins(after)) {
-    join(after);
-  }
-  if (const auto before_it = event.address > 0 ? segment_of(event.address - 1) : segments_.end();
-      joins(before_it)) {
-    join(before_it);
-  }
-  segments_[base] = segment;
+  join(segments_.at(event.address + event.bytes));
+  join(event.address > 0 ? segments_.around(event.address - 1) : nullptr);
+  segments_.put(segment);
   add_hole(segment, hole_end - hole_begin);
 }
 
 // Only free memory goes back, but of an expandable segment it may be a part.
 void CacheMap::remove_range(const CacheEvent& event) {
-  const auto found = segment_of(event.address);
-  if (found == segments_.end()) {
+  const Segment* const found = segments_.around(event.address);
+  if (found == nullptr) {
     return;
   }
+  const Segment segment = *found;
   usage_.reserved -= std::min(usage_.reserved, event.bytes);
-  small_ -= found->second.small ? std::min(small_, event.bytes) : 0;
-  remove_releasable(found->second, event.bytes);
-  remove_large(found->second, event.bytes);
-  remove_from_stream(found->second, event.bytes);
-  const Address base = found->first;
-  const Segment segment = found->second;
+  small_ -= segment.small ? std::min(small_, event.bytes) : 0;
+  remove_releasable(segment, event.bytes);
+  remove_large(segment, event.bytes);
+  remove_from_stream(segment, event.bytes);
   Address begin = 0;
   Address end = 0;
-  hole_around(segment, base, lives_.lower_bound(event.address), &begin, &end);
+  hole_around(segment, lives_.lower_bound(event.address), &begin, &end);
   remove_hole(segment, end - std::min(begin, end));
   segments_.erase(found);
   const Address gone_end = event.address + event.bytes;
+  const Address segment_end = segment.base + segment.bytes;
   Segment left = segment;
-  left.bytes = event.address - base;
+  left.bytes = event.address - segment.base;
   Segment right = segment;
-  right.bytes = base + segment.bytes - std::min(gone_end, base + segment.bytes);
+  right.base = gone_end;
+  right.bytes = segment_end - std::min(gone_end, segment_end);
   left.live = right.live = 0;
-  for (auto live = lives_.lower_bound(base);
-       live != lives_.end() && live->first < base + segment.bytes; ++live) {
+  for (auto live = lives_.lower_bound(segment.base);
+       live != lives_.end() && live->first < segment_end; ++live) {
     (live->first < event.address ? left : right).live += live->second;
   }
   if (left.bytes > 0) {
-    segments_[base] = left;
+    segments_.put(left);
     add_hole(left, event.address - std::min(begin, event.address));
   }
   if (right.bytes > 0) {
-    segments_[gone_end] = right;
+    segments_.put(right);
     add_hole(right, end - std::min(gone_end, end));
   }
 }
@@ -248,18 +235,18 @@ void CacheMap::remove_range(const CacheEvent& event) {
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (marks_young_) {
-    young_.insert_or_assign(event.address, Order{++serial_, bytes, number(event, bytes)});
+    young_.put(event.address, {++serial_, bytes, number(event, bytes)});
   }
   if (!event.ours) {
     largest_request_ = std::max(largest_request_, bytes);
   }
-  const auto found = segment_of(event.address);
+  Segment* const found = segments_.around(event.address);
   Address begin = 0;
   Address end = 0;
   auto after = lives_.end();
-  if (found != segments_.end() && !found->second.small) {
+  if (found != nullptr && !found->small) {
     after = lives_.lower_bound(event.address);
-    hole_around(found->second, found->first, after, &begin, &end);
+    hole_around(*found, after, &begin, &end);
     // torch cuts off only what is worth a block of its own; where it makes expandable segments,
     // all.
     const Bytes left = end - std::min(event.address + bytes, end);
@@ -268,10 +255,10 @@ void CacheMap::allocate(const CacheEvent& event) {
   usage_.allocated += bytes;
   usage_.allocated_peak = std::max(usage_.allocated_peak, usage_.allocated);
   peak_since_ = std::max(peak_since_, usage_.allocated);
-  if (found == segments_.end()) {
+  if (found == nullptr) {
     return;
   }
-  Segment& segment = found->second;
+  Segment& segment = *found;
   if (segment.expandable) {
     remove_releasable(segment, bytes);
   } else if (segment.live == 0) {
@@ -296,29 +283,29 @@ void CacheMap::free(const CacheEvent& event) {
   if (marks_young_) {
     young_.erase(event.address);
   }
-  const auto found = segment_of(event.address);
-  if (found != segments_.end() && !found->second.small) {
+  Segment* const found = segments_.around(event.address);
+  if (found != nullptr && !found->small) {
     const auto live = lives_.find(event.address);
     if (live == lives_.end()) {
       return;  // allocated before anything was known
     }
     bytes = live->second;
-    Bytes& of_stream = streams_[found->second.owner.stream].live;
+    Bytes& of_stream = streams_[found->owner.stream].live;
     of_stream -= std::min(of_stream, bytes);
     Address begin = 0;
     Address end = 0;
     const auto after = lives_.erase(live);
-    hole_around(found->second, found->first, after, &begin, &end);
-    remove_hole(found->second, event.address - std::min(begin, event.address));
-    remove_hole(found->second, end - std::min(event.address + bytes, end));
-    add_hole(found->second, end - std::min(begin, end));
+    hole_around(*found, after, &begin, &end);
+    remove_hole(*found, event.address - std::min(begin, event.address));
+    remove_hole(*found, end - std::min(event.address + bytes, end));
+    add_hole(*found, end - std::min(begin, end));
   }
   Bytes& counted = aside_.erase(event.address) != 0 ? usage_.aside : usage_.allocated;
   counted -= std::min(counted, bytes);
-  if (found == segments_.end()) {
+  if (found == nullptr) {
     return;
   }
-  Segment& segment = found->second;
+  Segment& segment = *found;
   segment.live -= std::min(segment.live, bytes);
   if (segment.expandable) {
     add_releasable(segment, bytes);
@@ -335,11 +322,11 @@ CacheMap::Since CacheMap::since() {
 CacheMap::Known CacheMap::known_of(Address address) {
   const Lock lock(mutex_);
   Known known;
-  if (const auto found = segment_of(address); found != segments_.end()) {
-    known.owner = found->second.owner;
+  if (const Segment* found = segments_.around(address); found != nullptr) {
+    known.owner = found->owner;
   }
-  const auto young = young_.find(address);
-  known.serial = young != young_.end() ? young->second.serial : 0;
+  const Order* young = young_.find(address);
+  known.serial = young != nullptr ? young->serial : 0;
   known.kept = !kept_.empty() && kept_.contains(address);
   return known;
 }
@@ -347,13 +334,13 @@ CacheMap::Known CacheMap::known_of(Address address) {
 bool CacheMap::has_pool(const std::array<std::uint64_t, 2>& pool) {
   const Lock lock(mutex_);
   return std::any_of(segments_.begin(), segments_.end(),
-                     [&](const auto& one) { return one.second.owner.pool == pool; });
+                     [&](const Segment& one) { return one.owner.pool == pool; });
 }
 
 CacheMap::PoolUsage CacheMap::usage_of(const std::array<std::uint64_t, 2>& pool) {
   const Lock lock(mutex_);
   PoolUsage usage;
-  for (const auto& [base, segment] : segments_) {
+  for (const Segment& segment : segments_) {
     if (segment.owner.pool == pool) {
       usage.reserved += segment.bytes;
       usage.free += segment.live == 0 ? segment.bytes : 0;
@@ -432,8 +419,8 @@ void CacheMap::keep(Address address) {
 
 std::optional<CacheMap::Owner> CacheMap::owner_of(Address address) {
   const Lock lock(mutex_);
-  const auto found = segment_of(address);
-  return found != segments_.end() ? std::optional(found->second.owner) : std::nullopt;
+  const Segment* const found = segments_.around(address);
+  return found != nullptr ? std::optional(found->owner) : std::nullopt;
 }
 
 CacheMap::Hole CacheMap::largest_hole() {
@@ -468,18 +455,18 @@ CacheMap::Holes::const_iterator CacheMap::fit(const Owner& owner, const Holes& h
   growing_.clear();
   Address next = ~Address{0};  // where the segment is mapped again
   for (auto one = segments_.rbegin(); one != segments_.rend(); ++one) {
-    const auto& [base, segment] = *one;
+    const Segment& segment = *one;
     if (!segment.expandable || segment.small || !(segment.owner == owner)) {
       continue;
     }
-    const Address end = base + segment.bytes;
+    const Address end = segment.base + segment.bytes;
     Address begin = 0;
     Address stop = 0;
-    hole_around(segment, base, lives_.lower_bound(end), &begin, &stop);
+    hole_around(segment, lives_.lower_bound(end), &begin, &stop);
     if (begin < end) {
       growing_.push_back({end - begin, next - begin});
     }
-    next = base;
+    next = segment.base;
   }
   const auto grown = [&](Bytes hole) {
     Bytes most = 0;
@@ -536,10 +523,11 @@ Bytes CacheMap::releasable() {
 void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
   const Lock lock(mutex_);
   stretches->clear();
-  for (const auto& [base, segment] : segments_) {
+  for (const Segment& segment : segments_) {
     if (segment.small) {
       continue;
     }
+    const Address base = segment.base;
     Address at = base;
     const Address end = base + segment.bytes;
     // What is free for gradients to come would have to be mapped again.

@@ -12,10 +12,11 @@
 #include <memory_resource>
 #include <optional>
 #include <set>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "core/address_list.hpp"
+#include "core/flat_map.hpp"
 #include "core/kept_gradients.hpp"
 #include "core/ranked_mutex.hpp"
 #include "core/survivors.hpp"
@@ -189,6 +190,7 @@ class CacheMap {
 
  private:
   struct Segment {
+    Address base = 0;
     Bytes bytes = 0;
     Owner owner;
     bool small = false;
@@ -203,7 +205,6 @@ class CacheMap {
     Bytes bytes = 0;        // that were asked for, in whole units
     std::uint32_t nth = 0;  // of that size; 0 where it is not counted
   };
-  using Segments = std::pmr::map<Address, Segment>;
   using Lives = std::pmr::map<Address, Bytes>;
   using Holes = std::pmr::multiset<Bytes>;
 
@@ -212,12 +213,10 @@ class CacheMap {
   void remove_range(const CacheEvent& event);
   void allocate(const CacheEvent& event);
   void free(const CacheEvent& event);
-  Segments::iterator segment_of(Address address);
   Bytes largest_hole_of(const Owner& owner) const;
   Bytes growth_of(Bytes request) const;
   // The hole between the blocks around `address`, where none is at it.
-  void hole_around(const Segment& segment, Address base, Lives::iterator after, Address* begin,
-                   Address* end);
+  void hole_around(const Segment& segment, Lives::iterator after, Address* begin, Address* end);
   Holes::const_iterator fit(const Owner& owner, const Holes& holes, Bytes bytes);
   // Whether there is one of `other` beside the one that so many bytes take.
   static bool has_beside(const Holes& holes, Holes::const_iterator taken, Bytes bytes, Bytes other);
@@ -241,11 +240,11 @@ class CacheMap {
 
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
+  AddressList<Segment> segments_;
   std::pmr::unsynchronized_pool_resource nodes_;  // of all the maps: an event allocates nothing
-  Segments segments_{&nodes_};
-  Lives lives_{&nodes_};  // large blocks only
+  Lives lives_{&nodes_};                          // large blocks only
   std::pmr::set<Address> kept_{&nodes_};
-  std::pmr::unordered_map<Address, Order> young_{&nodes_};
+  FlatMap<Order> young_;
   std::uint64_t serial_ = 0;
   std::uint64_t saving_until_ = kSaving;  // the serial then
   Survivors survivors_;

@@ -11,16 +11,16 @@ namespace stagehand::core {
 std::vector<CacheMap::Young> CacheMap::young() {
   const Lock lock(mutex_);
   std::vector<Young> all;
-  for (const auto& [address, order] : young_) {
+  young_.for_each([&](Address address, const Order& order) {
     if (!lives_.contains(address) || aside_.contains(address)) {
-      continue;
+      return;
     }
-    const auto segment = segment_of(address);
-    if (segment != segments_.end() && segment->second.releasable()) {
-      const driver::Stream stream = survivors_.asked_on(segment->second.owner.stream);
+    const Segment* const segment = segments_.around(address);
+    if (segment != nullptr && segment->releasable()) {
+      const driver::Stream stream = survivors_.asked_on(segment->owner.stream);
       all.push_back({address, {order.bytes, order.nth, stream}, order.serial > saving_until_});
     }
-  }
+  });
   return all;
 }
 

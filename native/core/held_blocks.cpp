@@ -6,17 +6,17 @@ namespace stagehand::core {
 
 namespace {
 
-template <class Map, class Key>
-Block* look_up(const Map& map, const Key& key) {
-  const auto found = map.find(key);
-  return found != map.end() ? found->second : nullptr;
-}
+Address number_of(const void* identity) { return reinterpret_cast<Address>(identity); }
+
+Block* block_in(Block* const* found) { return found != nullptr ? *found : nullptr; }
 
 }  // namespace
 
-Block* HeldBlocks::find(const void* identity) const { return look_up(by_identity_, identity); }
+Block* HeldBlocks::find(const void* identity) const {
+  return block_in(by_identity_.find(number_of(identity)));
+}
 
-Block* HeldBlocks::at(Address address) const { return look_up(by_address_, address); }
+Block* HeldBlocks::at(Address address) const { return block_in(by_address_.find(address)); }
 
 // Either all of it, or nothing where the host is out of memory.
 Block* HeldBlocks::adopt(const HeldStorage& held) {
@@ -24,8 +24,8 @@ Block* HeldBlocks::adopt(const HeldStorage& held) {
   stuck_.reserve(stuck_.size() + 1);  // so that letting go needs no memory
   Block* block = nodes_.take();
   try {
-    by_address_.insert_or_assign(held.address, block);
-    by_identity_.emplace(held.identity, block);
+    by_address_.put(held.address, block);
+    by_identity_.put(number_of(held.identity), block);
   } catch (...) {
     by_address_.erase(held.address);
     nodes_.give(block);
@@ -51,10 +51,9 @@ void* HeldBlocks::let_go(Block* block, bool shared) {
   void* storage = block->storage;
   StreamClock* clock = block->clock;
   const Fence fence = block->fence;
-  by_identity_.erase(block->identity);
-  if (const auto found = by_address_.find(block->address);
-      found != by_address_.end() && found->second == block) {
-    by_address_.erase(found);
+  by_identity_.erase(number_of(block->identity));
+  if (at(block->address) == block) {
+    by_address_.erase(block->address);
   }
   clocks_.forget_users(block);
   nodes_.give(block);
@@ -88,16 +87,16 @@ void HeldBlocks::take_stuck(std::vector<Due::Storage>* alone, std::vector<void*>
 }
 
 const char* HeldBlocks::broken() const {
-  for (const auto& [identity, block] : by_identity_) {
-    if (block->identity != identity ||
+  const char* broken = nullptr;
+  by_identity_.for_each([&](Address identity, const Block* block) {
+    if (number_of(block->identity) != identity ||
         (block->record == nullptr && block->aliases == 0 && !block->keep)) {
-      return "O1: a storage is held that no record and no weight group names";
+      broken = "O1: a storage is held that no record and no weight group names";
+    } else if (block->state != BlockState::live && block->state != BlockState::retained) {
+      broken = "O1: a held block is neither live nor retained";
     }
-    if (block->state != BlockState::live && block->state != BlockState::retained) {
-      return "O1: a held block is neither live nor retained";
-    }
-  }
-  return nullptr;
+  });
+  return broken;
 }
 
 }  // namespace stagehand::core

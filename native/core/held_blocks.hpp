@@ -7,11 +7,10 @@
 #pragma once
 
 #include <deque>
-#include <memory_resource>
-#include <unordered_map>
 #include <vector>
 
 #include "core/block_nodes.hpp"
+#include "core/flat_map.hpp"
 #include "core/torch_side.hpp"
 
 namespace stagehand::core {
@@ -48,9 +47,8 @@ class HeldBlocks {
   const TorchSide& side_;
   ClockBank& clocks_;
   BlockNodes nodes_;
-  std::pmr::unsynchronized_pool_resource map_nodes_;
-  std::pmr::unordered_map<const void*, Block*> by_identity_{&map_nodes_};
-  std::pmr::unordered_map<Address, Block*> by_address_{&map_nodes_};
+  FlatMap<Block*> by_identity_;
+  FlatMap<Block*> by_address_;
   std::vector<Stuck> stuck_;
 };
 

@@ -13,8 +13,8 @@ namespace {
 // Records looked at beyond the one unpacked: what is wanted first may be far ahead, but looking
 // costs the host.
 constexpr int kReach = 64;
-constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
-constexpr unsigned kFarTurn = 8;
+constexpr int kFarReach = 512;  // at every kFarTurn-th unpack: so 16 more records for each
+constexpr unsigned kFarTurn = 32;
 constexpr int kMostSkipped = 16;
 constexpr std::uint64_t kLinkBounds = 4;  // a part of the step that the GPU waits for the lanes
 // Copies that go together: an event and a wait for all of them. More wait where nothing is short.

@@ -1,6 +1,7 @@
 // Making room in torch's cache: what is evicted at a miss, and which of torch's segments go back to
 // the driver. Under torch's mutex, without the GIL.
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/device.hpp"
@@ -22,7 +23,8 @@ constexpr Bytes kSmallSegments = 24_MiB;
 // Less than so many times the request left, of free room and of what can still be evicted: the edge
 // of what a step can be held to.
 constexpr Bytes kEdge = 2;
-constexpr Bytes kTogether = 16_MiB;        // of small blocks that leave at a miss
+constexpr Bytes kTogether = 16_MiB;    // of small blocks that leave at a miss
+constexpr std::size_t kWaitedFor = 4;  // of those whose copies are not done: the GPU waits for all
 constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
 
 }  // namespace
@@ -300,7 +302,8 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt, std::si
   return d_.room.evict_together(victims_, attempt);
 }
 
-// The small victims of a request: those that leave in any case and have been copied out, else one.
+// The small victims of a request: those that leave in any case and have been copied out, else the
+// first few of those that leave, else one.
 void TorchStore::choose_small(Bytes request, const CacheMap::Owner& owner) {
   VictimIndex& victims = d_.books.victims();
   // Until `take` says that it is enough.
@@ -320,10 +323,13 @@ void TorchStore::choose_small(Bytes request, const CacheMap::Owner& owner) {
                : one.clean() && d_.clocks.at(written.clock).known_passed(written.seq);
   };
   victims_.clear();
-  Record* any = nullptr;
+  std::array<Record*, kWaitedFor> first{};
+  std::size_t count = 0;
   Bytes bytes = 0;
   look(true, [&](Record& one) {
-    any = any == nullptr ? &one : any;
+    if (count < first.size()) {
+      first[count++] = &one;
+    }
     if (goes_at_once(one)) {
       victims_.push_back(&one);
       bytes += one.block->size;
@@ -331,11 +337,11 @@ void TorchStore::choose_small(Bytes request, const CacheMap::Owner& owner) {
     return bytes >= kTogether;
   });
   // Where few are small, whole pages of large ones are sooner had than small ones by the hundred.
-  if (any == nullptr && victims.mostly_small()) {
-    look(false, [&](Record& one) { return (any = &one) != nullptr; });
+  if (count == 0 && victims.mostly_small()) {
+    look(false, [&](Record& one) { return (first[count++] = &one) != nullptr; });
   }
-  if (victims_.empty() && any != nullptr) {
-    victims_.push_back(any);
+  if (victims_.empty()) {
+    victims_.assign(first.begin(), first.begin() + static_cast<std::ptrdiff_t>(count));
   }
 }
 
@@ -513,11 +519,12 @@ void TorchStore::evict_down(Entry& entry) {
 // stream torch hands a block out on is not known here, so only the host can tell that nothing reads
 // it any more.
 void TorchStore::leave_later(Entry& entry) {
-  if (held_.side().triggers != 0 && !held_.side().blocked()) {
-    return;
+  const bool wanted = d_.budget.armed && d_.counters.occupied > d_.budget.low;
+  if (held_.side().triggers != 0 && (!wanted || !held_.side().blocked())) {
+    return;  // torch is asked only where it matters: that costs more than the rest
   }
   take_stuck();
-  if (!d_.budget.armed) {
+  if (!wanted) {
     return;
   }
   d_.books.forgive();

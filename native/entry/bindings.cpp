@@ -329,7 +329,11 @@ NB_MODULE(_native, module) {
       .def_static("end_step", &Hooks::end_step)
       .def(
           "pack",
-          [](Hooks& self, nb::handle tensor) { return HandleObject::make(self.pack(tensor)); },
+          [](Hooks& self, nb::handle tensor) {
+            nb::object handle = HandleObject::make();
+            self.pack(tensor, HandleObject::in(handle.ptr()));
+            return handle;
+          },
           "tensor"_a)
       .def(
           "unpack",

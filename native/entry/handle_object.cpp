@@ -2,7 +2,6 @@
 
 #include <memory>
 #include <new>
-#include <utility>
 
 namespace stagehand::entry {
 
@@ -18,12 +17,12 @@ void HandleObject::bind(nb::module_& module) {
   module.attr("Handle") = nb::borrow(reinterpret_cast<PyObject*>(type_));
 }
 
-nb::object HandleObject::make(Handle handle) {
+nb::object HandleObject::make() {
   PyObject* const object = PyObject_New(PyObject, type_);
   if (object == nullptr) {
     throw nb::python_error();
   }
-  new (&reinterpret_cast<HandleObject*>(object)->handle_) Handle(std::move(handle));
+  new (&in(object)) Handle;
   return nb::steal(object);
 }
 
@@ -38,7 +37,7 @@ const Handle& HandleObject::checked(nb::handle object) {
 void HandleObject::end(PyObject* object) {
   {
     const nb::error_scope error;
-    std::destroy_at(&reinterpret_cast<HandleObject*>(object)->handle_);
+    std::destroy_at(&in(object));
   }
   PyTypeObject* const type = Py_TYPE(object);
   PyObject_Free(object);

@@ -11,12 +11,12 @@ class HandleObject {
   // Gives the module its type, before any other call.
   static void bind(nb::module_& module);
   static PyTypeObject* type() { return type_; }
-  // Raises MemoryError; the handle then ends here.
-  static nb::object make(Handle handle);
+  // With a new handle in it, which is not moved: it is large. Raises MemoryError.
+  static nb::object make();
   // What the object holds. Raises TypeError where it is of another type.
   static const Handle& checked(nb::handle object);
   // The same of one that is known to be of this type.
-  static const Handle& in(void* object) { return static_cast<HandleObject*>(object)->handle_; }
+  static Handle& in(void* object) { return static_cast<HandleObject*>(object)->handle_; }
 
  private:
   static void end(PyObject* object);

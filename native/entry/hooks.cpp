@@ -113,29 +113,6 @@ class HeldReference {
 
 }  // namespace
 
-Handle::Handle(Handle&& other) noexcept
-    : runtime(other.runtime),
-      ignored_by(other.ignored_by),
-      ignored(other.ignored),
-      record(other.record),
-      offset(other.offset),
-      dtype(other.dtype),
-      geometry(std::move(other.geometry)),
-      followed(std::move(other.followed)),
-      recipe(std::move(other.recipe)),
-      call(std::move(other.call)),
-      index(other.index),
-      made_inside(other.made_inside),
-      weights(std::move(other.weights)),
-      passed(std::move(other.passed)),
-      sum(std::move(other.sum)),
-      look(other.look),
-      looked_on(other.looked_on),
-      version(other.version),
-      twin(other.twin) {
-  other.runtime = other.ignored_by = nullptr;
-}
-
 bool Handle::by_node() const { return recipe && runtime->by_node(record) && recipe.ready(); }
 
 Handle::~Handle() {
@@ -190,24 +167,22 @@ void Hooks::end_step() {
   Twins::get().sweep_all();
 }
 
-Handle Hooks::pass(nb::object passed, Reason reason, Handle handle) {
+void Hooks::pass(nb::object passed, Reason reason, Handle& handle) {
   ++passed_[static_cast<std::size_t>(reason)];
   handle.followed = Followed(passed.ptr());
   handle.version = handle.followed.current();
   handle.passed = std::move(passed);
-  return handle;
 }
 
-Handle Hooks::pack(nb::handle tensor) {
+void Hooks::pack(nb::handle tensor, Handle& handle) {
   Twins::get().sweep();
   Call* const call = Call::open_here();
   core::SeenTensor seen;
-  Handle handle = pack_in(call, tensor, &seen);
+  pack_in(call, tensor, handle, &seen);
   Call::maybe_input(tensor);
   if (call != nullptr) {
     call->saved(handle, seen);
   }
-  return handle;
 }
 
 // Whether recipes are looked for now. Where they were not a moment ago, leaves went by unseen.
@@ -230,7 +205,7 @@ void Hooks::see_leaf(const core::Runtime* runtime, nb::handle tensor) {
 
 // What is passed through: leaves as they are; anything else without its graph, since a saved output
 // that holds its own node would keep itself alive for ever (rule A4).
-Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
+void Hooks::pack_in(Call* call, nb::handle tensor, Handle& handle, core::SeenTensor* looked) {
   const TorchApi& torch = TorchApi::get();
   core::Runtime* const runtime = Registry::get().find(device_);
   PyObject* const object = tensor.ptr();
@@ -239,32 +214,28 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
     see_leaf(runtime, tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
     group->more();
-    Handle handle;
     handle.weights = nb::find(*group);
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
-                torch.is_parameter(object) ? Reason::leaf : Reason::view_of_leaf,
-                std::move(handle));
+                torch.is_parameter(object) ? Reason::leaf : Reason::view_of_leaf, handle);
   }
   if (!torch.is_tensor(object)) {
     see_leaf(runtime, tensor);
     const bool leaf = torch.flag(object, torch.is_leaf);
     return pass(leaf ? nb::borrow(tensor) : torch.detached(object),
-                torch.is_parameter(object) ? Reason::leaf : Reason::subclass);
+                torch.is_parameter(object) ? Reason::leaf : Reason::subclass, handle);
   }
   const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
     see_leaf(runtime, tensor);
-    if (seen.kind == core::SeenTensor::view_of_leaf) {  // each linear layer saves one
-      return pass(torch.detached_plain(object), Reason::view_of_leaf);
-    }
-    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind));
+    const bool plain = seen.kind == core::SeenTensor::view_of_leaf;  // each linear layer saves one
+    return pass(seen.leaf ? nb::borrow(tensor)
+                          : (plain ? torch.detached_plain(object) : torch.detached(object)),
+                reason_of(seen.kind), handle);
   }
-  Handle handle;
   handle.geometry.set(seen);
   handle.dtype = seen.dtype;
   const auto pass_plain = [&](Reason reason) {
-    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason,
-                std::move(handle));
+    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached_plain(object), reason, handle);
   };
   if (runtime == nullptr) {
     return pass_plain(Reason::foreign_storage);
@@ -303,7 +274,6 @@ Handle Hooks::pack_in(Call* call, nb::handle tensor, core::SeenTensor* looked) {
     handle.looked_on = current_stream(handle.geometry.device);
     handle.sum = sum_of(handle, first);
   }
-  return handle;
 }
 
 // The same where torch's own allocator cuts the blocks: the record is over a reference to the

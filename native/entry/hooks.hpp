@@ -39,8 +39,8 @@ enum class Reason : std::uint8_t {
 class Handle {
  public:
   Handle() = default;
-  Handle(Handle&&) noexcept;
-  Handle& operator=(Handle&&) = delete;
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
   ~Handle();
 
   // Whether its recipe makes it again as it was, with inputs that are there or come likewise.
@@ -81,7 +81,8 @@ class Hooks {
   void begin_step(bool recompute, bool sharded, bool ranks);
   // It was left.
   static void end_step();
-  Handle pack(nb::handle tensor);
+  // Fills a new handle.
+  void pack(nb::handle tensor, Handle& handle);
   // `by_recipe`: for one that makes another tensor again, and not for backward itself.
   nb::object unpack(const Handle& handle, bool by_recipe = false);
   nb::dict passed_through() const;
@@ -93,10 +94,10 @@ class Hooks {
   bool refill(core::Runtime& runtime, core::RecordId record, nb::handle tensor, core::Bytes offset);
 
  private:
-  Handle pack_in(Call* call, nb::handle tensor, core::SeenTensor* seen);
+  void pack_in(Call* call, nb::handle tensor, Handle& handle, core::SeenTensor* looked);
   bool wants_recipes(const core::Runtime* runtime);
   void see_leaf(const core::Runtime* runtime, nb::handle tensor);
-  Handle pass(nb::object passed, Reason reason, Handle handle = {});
+  void pass(nb::object passed, Reason reason, Handle& handle);
   core::Saved save_held(core::Runtime& runtime, nb::handle tensor, Handle& handle,
                         core::Address first, core::Address last, core::Made made,
                         core::Inside inside) const;
