@@ -79,14 +79,15 @@ std::uint32_t KeptGradients::served(Address address, Bytes bytes, driver::Stream
 
 void KeptGradients::let_go(Address address) {
   left_.erase(address);
-  if (const auto there = there_.find(address); there != there_.end()) {
-    pending_bytes_ +=
-        pending_.emplace(address, there->second.bytes).second ? there->second.bytes : Bytes{0};
+  if (const Bytes bytes = forget(address); bytes > 0 && pending_.emplace(address, bytes).second) {
+    pending_bytes_ += bytes;
   }
-  forget(address);
 }
 
 void KeptGradients::freed(Address address) {
+  if (there_.empty() && left_.empty() && pending_.empty()) {
+    return;
+  }
   let_go(address);
   if (const auto pending = pending_.find(address); pending != pending_.end()) {
     pending_bytes_ -= pending->second;
@@ -94,16 +95,18 @@ void KeptGradients::freed(Address address) {
   }
 }
 
-void KeptGradients::forget(Address address) {
+Bytes KeptGradients::forget(Address address) {
   const auto there = there_.find(address);
   if (there == there_.end()) {
-    return;
+    return 0;
   }
+  const Bytes bytes = there->second.bytes;
   if (const auto known = known_.find(there->second); known != known_.end()) {
     known->second.at = 0;
   }
-  there_bytes_ -= there->second.bytes;
+  there_bytes_ -= bytes;
   there_.erase(there);
+  return bytes;
 }
 
 bool KeptGradients::wants(Bytes bytes, driver::Stream stream) const {

@@ -74,7 +74,7 @@ class KeptGradients {
   };
   using Known = std::pmr::map<Request, One>;
   void keep(Address address, Known::iterator known);
-  void forget(Address address);
+  Bytes forget(Address address);  // how much was there
   void drop(Known::iterator known);
   void begin_cycle();
 

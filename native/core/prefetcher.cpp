@@ -13,8 +13,12 @@ namespace {
 // Records looked at beyond the one unpacked: what is wanted first may be far ahead, but looking
 // costs the host.
 constexpr int kReach = 64;
-constexpr int kFarReach = 512;  // at every kFarTurn-th unpack: so 16 more records for each
-constexpr unsigned kFarTurn = 32;
+constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
+constexpr unsigned kFarTurn = 8;
+// Of a step of thousands of small records that would be most of what an unpack takes: so many are
+// looked at that far ahead in a step, and so many more for each unpack.
+constexpr int kFarRecords = 8192;
+constexpr int kFarForEach = 16;
 constexpr int kMostSkipped = 16;
 constexpr std::uint64_t kLinkBounds = 4;  // a part of the step that the GPU waits for the lanes
 // Copies that go together: an event and a wait for all of them. More wait where nothing is short.
@@ -203,10 +207,11 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   const Bytes room = most - std::min(most, reserve_.bytes());
   const int reach = far ? kFarReach : kReach;
   int resident = 0;
+  int i = 0;
   Lane& lane = d_.transfers.in();
   coming_.clear();
   Record* record = next_wanted(from);
-  for (int i = 0; record != nullptr && i < reach; ++i, record = next_wanted(*record)) {
+  for (; record != nullptr && i < reach; ++i, record = next_wanted(*record)) {
     const Record& one = *record;
     if (one.state == RecordState::device) {
       const bool counts = measured ? one.prefetched : one.retained();
@@ -233,6 +238,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       fullest = std::max(fullest, there + needed_after(one));
     }
   }
+  far_records_ -= far ? i : 0;
   lacks_ = record != nullptr ? std::optional(record->place) : std::nullopt;
   if (!wanted->empty()) {
     overtake(*wanted);
@@ -254,11 +260,13 @@ void Prefetcher::run(Entry& entry, RecordId from_id) {
     step_ = d_.books.step();
     reserve_.begin_step(link_bounds());
     skip_ = 0;
+    far_records_ = kFarRecords;
   }
   if (!d_.budget.armed || d_.counters.evicted == 0) {
     return;
   }
-  const bool far = ++turn_ % kFarTurn == 0;
+  far_records_ = std::min(far_records_ + kFarForEach, kFarRecords);
+  const bool far = ++turn_ % kFarTurn == 0 && far_records_ >= kFarReach;
   if (skip_ > 0 && !far) {
     --skip_;
     return;

@@ -76,6 +76,7 @@ class Prefetcher {
   Seq awaited_ = 0;                // the newest of those that somebody was given
   std::vector<Coming> coming_;     // scratch
   int skip_ = 0;                   // so many calls have nothing to look for
+  int far_records_ = 0;            // so many may still be looked at far ahead
   std::vector<Wanted> spare_;      // for its room
   std::vector<Arrival> arrivals_;  // scratch
 };

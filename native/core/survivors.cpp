@@ -47,8 +47,7 @@ void Survivors::begin_step(const std::vector<One>& there, Bytes most) {
 }
 
 // The same request's of before, else another one of its size.
-void Survivors::note(One one) {
-  one.stream = asked_on(one.stream);
+void Survivors::note(const One& one) {
   const auto find = [&](bool same) {
     return std::find_if(counted_.begin(), counted_.end(), [&](const Counted& of) {
       return of.missing > 0 && of.last.bytes == one.bytes && of.last.stream == one.stream &&
@@ -70,10 +69,7 @@ std::optional<driver::Stream> Survivors::apart_of(driver::Stream stream) const {
   return found != apart_.end() ? std::optional(found->second) : std::nullopt;
 }
 
-bool Survivors::is_apart(driver::Stream stream) const {
-  return std::any_of(apart_.begin(), apart_.end(),
-                     [&](const auto& one) { return one.second == stream; });
-}
+bool Survivors::is_apart(driver::Stream stream) const { return asked_on(stream) != stream; }
 
 driver::Stream Survivors::asked_on(driver::Stream stream) const {
   const auto found = std::find_if(apart_.begin(), apart_.end(),

@@ -190,15 +190,19 @@ bool TorchStore::map_free(Bytes bytes, const CacheMap::Owner& owner) {
 // gets one of its own, and nothing is to be gained.
 void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
   const Record* record = d_.ledger.find(id);
-  if (held_.side().triggers == 0 || record == nullptr || record->block == nullptr) {
+  if (held_.side().triggers == 0 || record == nullptr || record->block == nullptr ||
+      !cache_.by_pages()) {
     return;
   }
   const std::optional<CacheMap::Owner> owner = cache_.owner_of(record->block->address);
+  if (!owner.has_value()) {
+    return;
+  }
   refresh();
-  const Bytes there = d_.counters.mapped + room_for_small() +
-                      cache_.growth_of_gradients(owner ? owner->stream : nullptr);
+  const Bytes there =
+      d_.counters.mapped + room_for_small() + cache_.growth_of_gradients(owner->stream);
   const Bytes whole = CacheMap::whole_pages(0, target - std::min(target, there));
-  if (whole == 0 || !owner || !cache_.by_pages()) {
+  if (whole == 0) {
     return;
   }
   const Bytes peak = cache_.usage().allocated_peak;
