@@ -17,8 +17,8 @@ constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
 constexpr unsigned kFarTurn = 8;
 // Of a step of thousands of small records that would be most of what an unpack takes: so many are
 // looked at that far ahead in a step, and so many more for each unpack.
-constexpr int kFarRecords = 8192;
-constexpr int kFarForEach = 16;
+constexpr int kFarRecords = 4096;
+constexpr int kFarForEach = 4;
 constexpr int kMostSkipped = 16;
 constexpr std::uint64_t kLinkBounds = 4;  // a part of the step that the GPU waits for the lanes
 // Copies that go together: an event and a wait for all of them. More wait where nothing is short.

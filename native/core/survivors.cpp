@@ -47,7 +47,8 @@ void Survivors::begin_step(const std::vector<One>& there, Bytes most) {
 }
 
 // The same request's of before, else another one of its size.
-void Survivors::note(const One& one) {
+void Survivors::note(One one) {
+  one.stream = asked_on(one.stream);
   const auto find = [&](bool same) {
     return std::find_if(counted_.begin(), counted_.end(), [&](const Counted& of) {
       return of.missing > 0 && of.last.bytes == one.bytes && of.last.stream == one.stream &&

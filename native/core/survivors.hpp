@@ -27,7 +27,7 @@ class Survivors {
   struct One {
     Bytes bytes = 0;                  // of whole units
     std::uint32_t nth = 0;            // of its size since the step began; 0: it was not counted
-    driver::Stream stream = nullptr;  // that it was asked for on
+    driver::Stream stream = nullptr;  // whose block it is
   };
 
   // A request of the program's was served. Which one of its size since the step began: 0 where that
@@ -65,7 +65,7 @@ class Survivors {
     std::uint32_t served = 0;
     int missing = 0;  // steps in a row that did not leave it
   };
-  void note(const One& one);
+  void note(One one);
 
   std::vector<Counted> counted_;
   std::uint64_t sizes_ = 0;

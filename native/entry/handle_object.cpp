@@ -2,8 +2,48 @@
 
 #include <memory>
 #include <new>
+#include <vector>
 
 namespace stagehand::entry {
+
+namespace {
+
+// Those that ended, which keeps their memory mapped: a forward makes thousands, and its backward
+// ends them all. Guarded by the GIL.
+class Spare {
+ public:
+  // Memory for one; null where there is none.
+  void* take() {
+    if (all_.empty()) {
+      return PyObject_Malloc(sizeof(HandleObject));
+    }
+    void* const memory = all_.back();
+    all_.pop_back();
+    return memory;
+  }
+  void give(void* memory) noexcept {
+    if (all_.size() < all_.capacity()) {
+      all_.push_back(memory);
+    } else {
+      PyObject_Free(memory);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kMost = 16384;  // a few megabytes
+  std::vector<void*> all_ = [] {
+    std::vector<void*> made;
+    made.reserve(kMost);
+    return made;
+  }();
+};
+
+Spare& spare() {
+  static Spare* const leaked = new Spare;  // handles may outlive the module
+  return *leaked;
+}
+
+}  // namespace
 
 void HandleObject::bind(nb::module_& module) {
   PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&HandleObject::end)},
@@ -18,10 +58,12 @@ void HandleObject::bind(nb::module_& module) {
 }
 
 nb::object HandleObject::make() {
-  PyObject* const object = PyObject_New(PyObject, type_);
-  if (object == nullptr) {
+  void* const memory = spare().take();
+  if (memory == nullptr) {
+    PyErr_NoMemory();
     throw nb::python_error();
   }
+  PyObject* const object = PyObject_Init(static_cast<PyObject*>(memory), type_);
   new (&in(object)) Handle;
   return nb::steal(object);
 }
@@ -40,7 +82,7 @@ void HandleObject::end(PyObject* object) {
     std::destroy_at(&in(object));
   }
   PyTypeObject* const type = Py_TYPE(object);
-  PyObject_Free(object);
+  spare().give(object);
   Py_DECREF(type);
 }
 
