@@ -149,7 +149,7 @@ class CaseRun:
         keys = ["plain", *(["checkpoint"] if self.case.checkpoint else []), *self._ours()]
         for key in self._ours():
             self._try(key, self._first, key)
-        for at in range(self.pace.rounds):
+        for at in range(self.pace.rounds * self.case.shorter):
             self.measured.links[at] = Link(**self._worker("plain").ask("link"))
             first = at % len(keys)
             for key in keys[first:] + keys[:first]:
@@ -231,7 +231,7 @@ class CaseRun:
         plain_ms = min(torch.ask("single", mode="plain", number=at)["wall_ms"] for at in (1, 2))
         self._lead = max(pace.lead_steps, min(6, math.ceil(pace.lead_seconds * 1e3 / plain_ms)))
         steps = round(pace.seconds * 1e3 / plain_ms)
-        self._count = max(pace.steps, min(MOST_STEPS, steps))
+        self._count = max(1, max(pace.steps, min(MOST_STEPS, steps)) // self.case.shorter)
         self._try("allocator", self._prepare_allocator)
         if not self.measured.memory:
             self.measured.memory = torch.ask("memory", mode="plain")
