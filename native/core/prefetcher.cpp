@@ -186,11 +186,31 @@ bool Prefetcher::room_for(const Record& record, Bytes bytes, Bytes room, Bytes* 
   return true;
 }
 
-// The room is what is free below `low`, less what earlier steps turned out to need of it. A plan
-// also knows what the step needs for itself until the record is asked for: what was live then the
-// last time, and what is retained by then, must fit below the ceiling too. Where the
-// planner chose, it knows what forwards in between will save too, and what will have left for that:
-// then half of what is between `low` and `high` is room as well; the rest stays for holes.
+// What is occupied may come to so much: what is free below `low`, less what earlier steps turned
+// out to need of it. Where the planner chose, it knows what forwards in between will save too, and
+// what will have left for that: then half of what is between `low` and `high` is room as well; the
+// rest stays for holes.
+Bytes Prefetcher::room(bool measured) const {
+  const Bytes most = d_.budget.low + (measured ? (d_.budget.high - d_.budget.low) / 2 : 0);
+  return most - std::min(most, reserve_.bytes());
+}
+
+// Whether what a look would bring is less than a batch, while more than one is there: then it would
+// bring nothing.
+bool Prefetcher::lasts(const Record& from) {
+  const Bytes asked = from.block != nullptr ? from.block->size : from.bytes();
+  const bool measured = d_.plan.least_after(from.place) > 0;
+  if (lasts_ <= asked ||
+      fits_under(d_.without_idle(d_.counters.occupied), kBatch, room(measured))) {
+    lasts_ = 0;
+    return false;
+  }
+  lasts_ -= asked;
+  return true;
+}
+
+// A plan also knows what the step needs for itself until the record is asked for: what was live
+// then the last time, and what is retained by then, must fit below the ceiling too.
 void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Bytes* ahead) {
   const bool measured = d_.plan.least_after(from.place) > 0;
   const auto needed_after = [&](const Record& one) {
@@ -202,9 +222,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
   // Beside that, when the record looked at is asked for: from here on what is there until then.
   Bytes there = measured ? d_.ahead : d_.counters.retained;
   Bytes fullest = std::max(d_.without_idle(occupied), there + from_needed);
-  const Bytes between = measured ? (d_.budget.high - d_.budget.low) / 2 : 0;
-  const Bytes most = d_.budget.low + between;
-  const Bytes room = most - std::min(most, reserve_.bytes());
+  const Bytes room = this->room(measured);
   const int reach = far ? kFarReach : kReach;
   int resident = 0;
   int i = 0;
@@ -239,6 +257,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
     }
   }
   far_records_ -= far ? i : 0;
+  looked_ += static_cast<std::uint64_t>(i);
   lacks_ = record != nullptr ? std::optional(record->place) : std::nullopt;
   if (!wanted->empty()) {
     overtake(*wanted);
@@ -253,13 +272,16 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
     wanted->clear();  // what is there lasts until a whole batch fits
   }
   skip_ = wanted->empty() ? std::min(resident / 2, kMostSkipped) : 0;
+  // Of others so many would last too long; and looking lets weights go.
+  const bool small = resident >= kReach / 2 && d_.weights.standing().empty();
+  lasts_ = wanted->empty() && !all && small ? *ahead - std::min(*ahead, kBatch) : 0;
 }
 
 void Prefetcher::run(Entry& entry, RecordId from_id) {
   if (step_ != d_.books.step()) {
     step_ = d_.books.step();
     reserve_.begin_step(link_bounds());
-    skip_ = 0;
+    look_again();
     far_records_ = kFarRecords;
   }
   if (!d_.budget.armed || d_.counters.evicted == 0) {
@@ -267,12 +289,15 @@ void Prefetcher::run(Entry& entry, RecordId from_id) {
   }
   far_records_ = std::min(far_records_ + kFarForEach, kFarRecords);
   const bool far = ++turn_ % kFarTurn == 0 && far_records_ >= kFarReach;
+  Record* from = d_.ledger.find(from_id);
+  if (from == nullptr || lasts(*from)) {
+    return;
+  }
   if (skip_ > 0 && !far) {
     --skip_;
     return;
   }
-  Record* from = d_.ledger.find(from_id);
-  if (from == nullptr || d_.transfers.in().full()) {
+  if (d_.transfers.in().full()) {
     return;
   }
   std::vector<Wanted> wanted = std::exchange(spare_, {});

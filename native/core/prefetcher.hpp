@@ -28,9 +28,11 @@ class Prefetcher {
   // So many bytes came too early, and had to leave again.
   void leave_more(Bytes bytes);
   // Something left: what was there ahead is to be looked at again.
-  void look_again() { skip_ = 0; }
+  void look_again() { skip_ = 0, lasts_ = 0; }
   // The place of the next record that was not looked at, or lacked room, when it ran last.
   const std::optional<Plan::Place>& lacks() const { return lacks_; }
+  // How many records were looked at, since the start.
+  std::uint64_t looked() const { return looked_; }
   // A pool is entered.
   void begin_step();
   // Somebody was given a record that this copy fills, and may be waiting for it.
@@ -54,6 +56,8 @@ class Prefetcher {
   };
 
   bool link_bounds() const;
+  Bytes room(bool measured) const;
+  bool lasts(const Record& from);
   Record* next_wanted(const Record& record);
   // Whether so much more fits; groups that are needed later than the record leave for it.
   bool room_for(const Record& record, Bytes bytes, Bytes room, Bytes* occupied);
@@ -72,11 +76,13 @@ class Prefetcher {
   PrefetchReserve reserve_;
   unsigned turn_ = 0;
   std::optional<Plan::Place> lacks_;
-  Seq newest_ = 0;                 // of what was queued in turn
-  Seq awaited_ = 0;                // the newest of those that somebody was given
-  std::vector<Coming> coming_;     // scratch
-  int skip_ = 0;                   // so many calls have nothing to look for
-  int far_records_ = 0;            // so many may still be looked at far ahead
+  Seq newest_ = 0;              // of what was queued in turn
+  Seq awaited_ = 0;             // the newest of those that somebody was given
+  std::vector<Coming> coming_;  // scratch
+  int skip_ = 0;                // so many calls have nothing to look for
+  Bytes lasts_ = 0;             // so much of what is there may be asked for before one is due
+  int far_records_ = 0;         // so many may still be looked at far ahead
+  std::uint64_t looked_ = 0;
   std::vector<Wanted> spare_;      // for its room
   std::vector<Arrival> arrivals_;  // scratch
 };

@@ -259,6 +259,7 @@ class Runtime {
   std::string invariants_broken();
 #ifdef STAGEHAND_TESTING
   PinnedTier& pinned() { return d_.host; }  // to pin by hand
+  const Prefetcher& prefetcher() const { return d_.prefetcher; }
 #endif
 
  private:

@@ -86,6 +86,26 @@ TEST("a prefetch of more batches than a number has bits ends") {
   rig.verify_empty();
 }
 
+// What is there is on the way to what is not: one of sixteen leaves, and there is room for few.
+TEST("of thousands of small records an unpack looks at a few, not at all that are alive") {
+  constexpr Bytes kBytes = 64_KiB;
+  constexpr int kRecords = 4096;
+  CoreRig rig({.memory = 2_GiB, .classes = {{kBytes}, {kRecords}}, .host_limit = 1_GiB});
+  const driver::Stream s = rig.stream();
+  rig.budget(1_GiB, 1_GiB);
+  std::vector<Held> held = rig.retain_many(kRecords, kBytes, s);
+  const Bytes all = rig.counters().occupied;
+  rig.budget(all - all / 16, all - all / 16 - 1_MiB);
+  rig.drop(rig.make(kBytes, s));
+  stagehand_sim_drain();
+  CHECK(rig.counters().evicted >= all / 16);
+  const std::uint64_t before = rig.runtime->prefetcher().looked();
+  rig.back_all(held, s);
+  CHECK(rig.counters().prefetches > 0);
+  CHECK(rig.runtime->prefetcher().looked() - before <= 16U * kRecords);
+  rig.verify_empty();
+}
+
 TEST("what is asked for now does not wait for what was queued to come back ahead of need") {
   constexpr Bytes kBytes = 8_MiB;
   constexpr int kRecords = 64;
