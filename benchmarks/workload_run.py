@@ -153,7 +153,7 @@ class CaseRun:
             self.measured.links[at] = Link(**self._worker("plain").ask("link"))
             first = at % len(keys)
             for key in keys[first:] + keys[:first]:
-                if key != "checkpoint" or at < self.pace.checkpoint_rounds:
+                if key != "checkpoint" or at < self.pace.checkpoint_rounds * self.case.shorter:
                     self._try(key, self._turn, key, at)
         looked_at = [key for key in keys if key != "checkpoint"]
         for look in LOOKS:

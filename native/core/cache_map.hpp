@@ -241,7 +241,7 @@ class CacheMap {
   RankedMutex mutex_{Rank::cache};
   // All below: guarded by mutex_.
   AddressList<Segment> segments_;
-  std::pmr::unsynchronized_pool_resource nodes_;  // of all the maps: an event allocates nothing
+  std::pmr::unsynchronized_pool_resource nodes_;  // of the trees: an event allocates nothing
   Lives lives_{&nodes_};                          // large blocks only
   std::pmr::set<Address> kept_{&nodes_};
   FlatMap<Order> young_;

@@ -2,10 +2,12 @@
 // cache line there; a node of std::unordered_map is a miss for each step to it.
 //
 // Linear probing, at most half full. What is erased is filled from behind, so nothing marks where
-// something was (Knuth, The Art of Computer Programming 3, 6.4, algorithm R). It grows, and never
-// shrinks. 0 is no key. What `find` returns holds until the next `put` or `erase`.
+// something was (Knuth, The Art of Computer Programming 3, 6.4, algorithm R). It grows as it has
+// to, and is halved where it is cleared after it had little. 0 is no key: nothing is put under it.
+// What `find` returns holds until the next `put` or `erase`.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -34,6 +36,9 @@ class FlatMap {
   // In the place of what was there. std::bad_alloc: nothing has changed.
   void put(Key key, const Value& value) {
     SH_CHECK(key != 0);
+    if (key == 0) {
+      return;
+    }
     if (2 * (size_ + 1) > slots_.size()) {
       grow();
     }
@@ -43,6 +48,7 @@ class FlatMap {
     }
     size_ += slots_[at].key == 0 ? 1 : 0;
     slots_[at] = {key, value};
+    most_ = std::max(most_, size_);
   }
   // False: it was not there.
   bool erase(Key key) {
@@ -61,11 +67,14 @@ class FlatMap {
     --size_;
     return true;
   }
+  // Takes as long as it is large.
   void clear() {
-    if (size_ > 0) {
-      slots_.assign(slots_.size(), Slot{});
-      size_ = 0;
+    if (slots_.size() > kSpare * std::max(most_, kLeast)) {
+      --bits_;
+      slots_.resize(slots_.size() / 2);
     }
+    std::fill(slots_.begin(), slots_.end(), Slot{});
+    size_ = most_ = 0;
   }
   std::size_t size() const { return size_; }
   // In no order.
@@ -85,6 +94,8 @@ class FlatMap {
   };
   static constexpr std::size_t kNowhere = ~std::size_t{0};
   static constexpr unsigned kLeastBits = 6;
+  static constexpr std::size_t kLeast = std::size_t{1} << kLeastBits;
+  static constexpr std::size_t kSpare = 8;
 
   std::size_t mask() const { return slots_.size() - 1; }
   std::size_t after(std::size_t at) const { return (at + 1) & mask(); }
@@ -126,6 +137,7 @@ class FlatMap {
   std::vector<Slot> slots_;  // 0, or a power of two of them
   unsigned bits_ = 0;        // that power
   std::size_t size_ = 0;
+  std::size_t most_ = 0;  // at once, since it was cleared
 };
 
 }  // namespace stagehand::core

@@ -33,7 +33,7 @@ class HeldBlocks {
   void* let_go(Block* block, bool shared);
   // The storages that could not be let go of before and can be now.
   void take_stuck(std::vector<Due::Storage>* alone, std::vector<void*>* shared);
-  // Empty, or the first broken invariant.
+  // Null, or an invariant that is broken.
   const char* broken() const;
 
  private:

@@ -13,7 +13,7 @@ namespace {
 // Records looked at beyond the one unpacked: what is wanted first may be far ahead, but looking
 // costs the host.
 constexpr int kReach = 64;
-constexpr int kFarReach = 512;  // at every kFarTurn-th unpack
+constexpr int kFarReach = 512;  // at every kFarTurn-th unpack, as long as the bound below lasts
 constexpr unsigned kFarTurn = 8;
 // Of a step of thousands of small records that would be most of what an unpack takes: so many are
 // looked at that far ahead in a step, and so many more for each unpack.
@@ -256,7 +256,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
       fullest = std::max(fullest, there + needed_after(one));
     }
   }
-  far_records_ -= far ? i : 0;
+  far_records_ -= far ? std::min(far_records_, i) : 0;
   looked_ += static_cast<std::uint64_t>(i);
   lacks_ = record != nullptr ? std::optional(record->place) : std::nullopt;
   if (!wanted->empty()) {
@@ -288,7 +288,8 @@ void Prefetcher::run(Entry& entry, RecordId from_id) {
     return;
   }
   far_records_ = std::min(far_records_ + kFarForEach, kFarRecords);
-  const bool far = ++turn_ % kFarTurn == 0 && far_records_ >= kFarReach;
+  const bool all = !d_.weights.standing().empty();  // groups come as far ahead as records
+  const bool far = ++turn_ % kFarTurn == 0 && (all || far_records_ >= kFarReach);
   Record* from = d_.ledger.find(from_id);
   if (from == nullptr || lasts(*from)) {
     return;

@@ -303,7 +303,7 @@ Evicted TorchStore::evict_window(const Window& window, Attempt& attempt, std::si
 }
 
 // The small victims of a request: those that leave in any case and have been copied out, else the
-// first few of those that leave, else one.
+// first that leaves and a few whose copies are done no later, else one.
 void TorchStore::choose_small(Bytes request, const CacheMap::Owner& owner) {
   VictimIndex& victims = d_.books.victims();
   // Until `take` says that it is enough.
@@ -322,12 +322,17 @@ void TorchStore::choose_small(Bytes request, const CacheMap::Owner& owner) {
                ? d_.plan.guides(one.place)
                : one.clean() && d_.clocks.at(written.clock).known_passed(written.seq);
   };
+  const auto done_no_later = [](const Record& one, const Record& than) {
+    return one.copy.holds_bytes() && than.copy.holds_bytes() &&
+           one.copy.written.clock == than.copy.written.clock &&
+           one.copy.written.seq <= than.copy.written.seq;
+  };
   victims_.clear();
   std::array<Record*, kWaitedFor> first{};
   std::size_t count = 0;
   Bytes bytes = 0;
   look(true, [&](Record& one) {
-    if (count < first.size()) {
+    if (count == 0 || (count < first.size() && done_no_later(one, *first[0]))) {
       first[count++] = &one;
     }
     if (goes_at_once(one)) {
@@ -519,12 +524,9 @@ void TorchStore::evict_down(Entry& entry) {
 // stream torch hands a block out on is not known here, so only the host can tell that nothing reads
 // it any more.
 void TorchStore::leave_later(Entry& entry) {
-  const bool wanted = d_.budget.armed && d_.counters.occupied > d_.budget.low;
-  if (held_.side().triggers != 0 && (!wanted || !held_.side().blocked())) {
-    return;  // torch is asked only where it matters: that costs more than the rest
-  }
   take_stuck();
-  if (!wanted) {
+  if (!d_.budget.armed || d_.counters.occupied <= d_.budget.low ||
+      (held_.side().triggers != 0 && !held_.side().blocked())) {  // last: torch takes long to say
     return;
   }
   d_.books.forgive();

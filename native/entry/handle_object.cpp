@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 namespace stagehand::entry {
@@ -64,6 +65,7 @@ nb::object HandleObject::make() {
     throw nb::python_error();
   }
   PyObject* const object = PyObject_Init(static_cast<PyObject*>(memory), type_);
+  static_assert(std::is_nothrow_default_constructible_v<Handle>);
   new (&in(object)) Handle;
   return nb::steal(object);
 }

@@ -227,10 +227,11 @@ void Hooks::pack_in(Call* call, nb::handle tensor, Handle& handle, core::SeenTen
   const core::SeenTensor seen = *looked = torch.look(object);
   if (seen.kind != core::SeenTensor::plain) {
     see_leaf(runtime, tensor);
-    const bool plain = seen.kind == core::SeenTensor::view_of_leaf;  // each linear layer saves one
-    return pass(seen.leaf ? nb::borrow(tensor)
-                          : (plain ? torch.detached_plain(object) : torch.detached(object)),
-                reason_of(seen.kind), handle);
+    if (seen.kind == core::SeenTensor::view_of_leaf) {  // each linear layer saves one
+      return pass(torch.detached_plain(object), Reason::view_of_leaf, handle);
+    }
+    return pass(seen.leaf ? nb::borrow(tensor) : torch.detached(object), reason_of(seen.kind),
+                handle);
   }
   handle.geometry.set(seen);
   handle.dtype = seen.dtype;
