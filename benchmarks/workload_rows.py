@@ -107,11 +107,16 @@ def mapping_rows(case: Case, measured: Measured, key: str, label: str) -> list[R
     return [Row(claim, max(calls, ours), at_most=0)]
 
 
-def per_step(measured: Measured, key: str, counter: str) -> float:
-    """How much a counter rose per timed step."""
-    turns = measured.turns[key].values()
+def per_step(measured: Measured, key: str, counter: str, rank: int = 0) -> float:
+    """How much a counter of that rank's rose per timed step."""
+    turns = [_ranks(one)[rank] for one in measured.turns[key].values()]
     steps = sum(len(one["steps"]) for one in turns)
     return float(sum(one["gained"].get(counter, 0) for one in turns) / steps)
+
+
+def _ranks(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each rank's: the reply is the first one's, and has the others'."""
+    return [reply, *reply.get("others", [])]
 
 
 def same_budget_rows(name: str, measured: Measured, budget: str) -> list[Row]:
@@ -123,14 +128,17 @@ def same_budget_rows(name: str, measured: Measured, budget: str) -> list[Row]:
 
 
 def peak_of(measured: Measured, key: str) -> int:
-    """Mapped or reserved at most, in timed steps."""
+    """Mapped or reserved at most by any rank, in timed steps."""
     turns = measured.turns.get(key, {})
-    return max((int(one["mapped_peak"]) for one in turns.values()), default=0)
+    return max(
+        (int(one["mapped_peak"]) for turn in turns.values() for one in _ranks(turn)), default=0
+    )
 
 
 def over_high(measured: Measured, key: str) -> int:
     """Counted or seen in timed steps."""
-    counted = sum(int(one["gained"]["overshoot_bytes"]) for one in measured.turns[key].values())
+    turns = measured.turns[key].values()
+    counted = sum(int(one["gained"]["overshoot_bytes"]) for turn in turns for one in _ranks(turn))
     return max(0, counted, peak_of(measured, key) - measured.budgets[key.split()[1]].high)
 
 
@@ -138,11 +146,13 @@ def unlike_torch(name: str, measured: Measured) -> list[str]:
     """Configurations with a step whose loss or gradients are not plain torch's, bit by bit."""
     if "plain" not in measured.digests:
         return []
-    base = measured.digests["plain"]["steps"]
+    base = measured.digests["plain"]
     return [
-        f"{name} {key}: losses or gradients differ: {found['steps']}, plain torch's {base}"
+        f"{name} {key}: losses or gradients differ: {mine['steps']}, plain torch's {plain['steps']}"
         for key, found in measured.digests.items()
-        if found["steps"] != base or not all(math.isfinite(loss) for loss, _ in found["steps"])
+        for mine, plain in zip(_ranks(found), _ranks(base), strict=True)
+        if mine["steps"] != plain["steps"]
+        or not all(math.isfinite(loss) for loss, _ in mine["steps"])
     ]
 
 
@@ -174,14 +184,7 @@ def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
     bounds = measured.bounds_ms(case, budget)
     one: dict[str, Any] = {"to_bound": round(ratio(mine, bounds), 4)}
     one["bound_to_plain"] = round(ratio(bounds, measured.step_ms(case, "plain")), 4)
-    for counter in (*COUNTERS, *EVENTS):
-        total = per_step(measured, key, counter)
-        if counter in COUNTERS:
-            one[counter.replace("bytes", "gib_per_step")] = round(total / GIB, 3)
-        else:
-            one[f"{counter}_per_step"] = round(total, 2)
-    for wait in WAITS:
-        one[f"{wait}_ms_per_step"] = round(per_step(measured, key, f"{wait}_ns") / 1e6, 2)
+    one.update(_counted(measured, key, 0))
     if not case.varying:
         need = measured.need(case, budget, measured.memory["peak"])
         one["need_gib"] = round(need / GIB, 3)
@@ -194,7 +197,27 @@ def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
         one["first_over_high_bytes"] = first["gained"]["overshoot_bytes"]
         for wait in WAITS[1:]:
             one[f"first_{wait}_ms"] = round(first["gained"].get(f"{wait}_ns", 0) / 1e6, 1)
-    one["plan_state"] = list(measured.turns[key].values())[-1]["plan_state"]
+    last = _ranks(list(measured.turns[key].values())[-1])
+    one["plan_state"] = last[0]["plan_state"]
+    if len(last) > 1:
+        one["other_ranks"] = [
+            {**_counted(measured, key, rank), "plan_state": last[rank]["plan_state"]}
+            for rank in range(1, len(last))
+        ]
+    return one
+
+
+def _counted(measured: Measured, key: str, rank: int) -> dict[str, Any]:
+    """What one rank moved in a step, and what it waited for."""
+    one: dict[str, Any] = {}
+    for counter in (*COUNTERS, *EVENTS):
+        total = per_step(measured, key, counter, rank)
+        if counter in COUNTERS:
+            one[counter.replace("bytes", "gib_per_step")] = round(total / GIB, 3)
+        else:
+            one[f"{counter}_per_step"] = round(total, 2)
+    for wait in WAITS:
+        one[f"{wait}_ms_per_step"] = round(per_step(measured, key, f"{wait}_ns", rank) / 1e6, 2)
     return one
 
 
@@ -215,4 +238,6 @@ def _waits(measured: Measured, key: str) -> dict[str, Any]:
     if gaps.get("seen"):
         one["idle_ms"] = gaps["idle_ms"]
         one["longest_gaps_ms"] = [each["ms"] for each in gaps["longest"]]
+        if others := gaps.get("others"):
+            one["other_ranks_idle_ms"] = [each.get("idle_ms") for each in others]
     return one

@@ -37,6 +37,7 @@ PATIENCE_SECONDS = 150  # of one command; a collective that one rank left never 
 SETTLING_STEPS = 20  # between two looks at whether other plans are tried
 SETTLED_STEPS = 40  # after that; memory is mapped once for each hole that they come to need
 SAMPLED_STEPS = 16
+TOLD_BY_ALL = ("turn", "gaps", "digests")  # a rank waits for what another one does
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
 COUNTED = (
     *(*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies"),
@@ -68,7 +69,7 @@ class WorkloadWorker(worker.Worker):
         self._ours: Any = None  # what the modes with a pool add to the model
 
     def do(self, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """On all ranks. The reply is rank 0's; an error of any is raised."""
+        """On all ranks. The reply is rank 0's, some with the others'; an error of any is raised."""
         faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
         for other in self._others:
             assert other.stdin is not None
@@ -82,7 +83,7 @@ class WorkloadWorker(worker.Worker):
         for rank, theirs in enumerate(replies, 1):
             if "error" in theirs:
                 raise RuntimeError(f"rank {rank}: {theirs['error']}")
-        return reply
+        return {**reply, "others": replies} if replies and command in TOLD_BY_ALL else reply
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         settings = dataclasses.replace(self.settings, rank=rank)

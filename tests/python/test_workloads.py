@@ -152,6 +152,23 @@ def test_a_gradient_unlike_plain_torchs_is_named() -> None:
     assert workload_rows.unlike_torch("gpt", found)[0].startswith("gpt native 75: losses")
 
 
+def test_what_another_rank_does_counts_as_what_the_first_one_does() -> None:
+    found = measured()
+    for key, digests in found.digests.items():
+        digests["others"] = [{"steps": [[1.0, "b" if key == "native 75" else "a"]]}]
+    for key in ("plain", "native 75"):
+        for one in found.turns[key].values():
+            one["others"] = [turn(90, 90, 90)]
+    theirs = found.turns["native 75"][0]["others"][0]
+    theirs["gained"] = {**theirs["gained"], "overshoot_bytes": 7, "misses": 9}
+    assert len(workload_rows.unlike_torch("gpt", found)) == 1
+    assert workload_rows.over_high(found, "native 75") == 7
+    found.first.clear()
+    found.calls.clear()
+    ranks = workload_rows.summary_of(ALONE, found)["native 75"]
+    assert [one["misses_per_step"] for one in (ranks, *ranks["other_ranks"])] == [0, 1]
+
+
 def test_every_budget_of_a_case_is_known() -> None:
     for case in CASES.values():
         assert set(case.bars) <= {*SHARES, FREE}
