@@ -29,8 +29,8 @@ class Case:
     both directions can overlap with all the rest. `checkpoint`: it makes sense there.
     `shorter`: turns of so many times fewer steps, and as many more of them: where the host sets the
     pace, which drifts within seconds. `deterministic`: from the start, since changing it would
-    compile again. `same_budget`: ours may not map more than torch's allocator reserves under the
-    same budget.
+    compile again. `expandable`: torch's segments are. `same_budget`: ours may not map more than
+    torch's allocator reserves under the same budget.
     """
 
     title: str
@@ -44,6 +44,7 @@ class Case:
     checkpoint: bool = True
     shorter: int = 1
     deterministic: bool = False
+    expandable: bool = True
     same_budget: tuple[str, ...] = ()
     ranks: int = 1
 
@@ -102,6 +103,14 @@ CASES = {
         {**TINY_SMALL, "dropout": 0.1},
         {"75": Bar()},
         peaks=4,
+    ),
+    "cycles": Case(
+        "four micro-batches, a pool around each forward, optimizer; no expandable segments",
+        *("cycles", {**GPT_4K, "layers": 6, "dropout": 0.1}),
+        {**TINY_SMALL, "dropout": 0.1},
+        {"75": Bar()},
+        peaks=4,
+        expandable=False,
     ),
     "gan": Case(
         "GAN, two live graphs",

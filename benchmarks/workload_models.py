@@ -180,6 +180,25 @@ class Accumulation(Workload):
         return [*super().compared(), *self.model.parameters()]
 
 
+@dataclasses.dataclass
+class Cycles(Accumulation):
+    """Micro-batches with a pool around each forward, then the optimizer's step."""
+
+    def step(self, number: int, around: Around, phase: Phase) -> Tensor:
+        losses = []
+        for batch in range(self.batches):
+            phase("forward")
+            with around():
+                loss = self.loss(batch) / self.batches
+            phase("backward")
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+            del loss
+        phase("other")
+        self.optimizer.step()
+        return torch.stack(losses).sum()
+
+
 def _batches(shape: dict[str, Any], dtype: torch.dtype, count: int) -> tuple[Any, ...]:
     """A GPT, and the loss of each of `count` batches of the given size."""
     batch = shape.pop("batch")
@@ -195,6 +214,10 @@ def _pipeline(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
 
 def _accumulation(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
     return Accumulation(*_batches(shape, dtype, 5))
+
+
+def _cycles(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
+    return Cycles(*_batches(shape, dtype, 4))
 
 
 # --- A GAN: two graphs are alive at once
@@ -357,6 +380,7 @@ _BUILDERS: dict[str, Callable[[dict[str, Any], torch.dtype], Workload]] = {
     "moe": _moe,
     "pipeline": _pipeline,
     "accumulation": _accumulation,
+    "cycles": _cycles,
     "gan": _gan,
     "unet3d": _unet,
     "lstm": _lstm,

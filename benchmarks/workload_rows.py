@@ -13,7 +13,7 @@ from workload_run import Measured, ratio
 
 FIRST_STEP = 1.3  # of a later one, at most
 MAPPING_MS = 3  # of a step with other shapes, at most
-AROUND = {"allocator": "process allocator", "native": "native, expandable segments"}
+AROUND = {"allocator": "process allocator", "native": "native"}
 TO = {
     "plain": "plain torch",
     "bound": "the bound",
@@ -34,7 +34,8 @@ def rows_of(name: str, case: Case, measured: Measured) -> list[Row]:
     rows = []
     for key in measured.ours():
         mode, budget = key.split()
-        label = f"{name}, {label_of(budget)}, {AROUND[mode]}"
+        segments = ", expandable segments" if mode == "native" and case.expandable else ""
+        label = f"{name}, {label_of(budget)}, {AROUND[mode]}{segments}"
         rows += time_rows(case, measured, key, label)
         if key in measured.first:
             first, later = (measured.first[key][one]["wall_ms"] for one in ("first", "later"))

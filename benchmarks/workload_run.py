@@ -1,7 +1,8 @@
 """Measuring one workload: its processes, which take turns, and what they said.
 
-One process has torch's allocator, with expandable segments: plain torch, checkpoints, and ours in
-mode "native", one after the other, its cache emptied in between. Another has the process allocator.
+One process has torch's allocator, in most with expandable segments: plain torch, checkpoints, and
+ours in mode "native", one after the other, its cache emptied in between. Another has the process
+allocator.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class CaseRun:
             "deterministic": case.deterministic,
             "ranks": case.ranks,
         }
-        environment = {**CUBLAS, **(EXPANDABLE if mode else {})}
+        environment = {**CUBLAS, **(EXPANDABLE if mode and case.expandable else {})}
         return Worker(f"{self.name} {who}", settings, environment, "workload_worker.py")
 
     def _ours(self) -> list[str]:

@@ -4,9 +4,11 @@
 
 Workloads (workload_cases.py has sizes, budgets and bars): a GPT, compiled by block and not; a video
 transformer and another stack with low-rank adapters; a mixture of experts; a pipeline's order;
-gradient accumulation; a GAN; a 3-D U-Net; an LSTM over varying lengths; FSDP2 and DDP, which need
-two GPUs, and one rank of FSDP2 alone, which does not. Each as plain torch, with a checkpoint around
-every block, and ours, as process allocator and in mode "native" with expandable segments.
+gradient accumulation in one pool, and in one for each forward; a GAN; a 3-D U-Net; an LSTM over
+varying lengths; FSDP2 and DDP, which need two GPUs, and one rank of FSDP2 alone, which does not.
+Each as plain torch, with a checkpoint around every block, and ours, as process allocator and in
+mode "native", with expandable segments but in one. Of several ranks the first one is timed; of what
+each does `other_ranks` tells.
 
 Where plans are tried (recompute), a configuration's first steps run before anything is timed.
 Configurations take turns in every round, in an order that rotates. Steps of a turn follow each
