@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import models
@@ -159,32 +159,16 @@ class Accumulation(Workload):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def step(self, number: int, around: Around, phase: Phase) -> Tensor:
-        losses = []
         with around():
-            for batch in range(self.batches):
-                phase("forward")
-                loss = self.loss(batch) / self.batches
-                phase("backward")
-                torch.autograd.backward(loss)
-                losses.append(loss.detach())
-                del loss
-            phase("other")
-            self.optimizer.step()
+            losses = self._micro_batches(nullcontext, phase)
             self.model.eval()
             with torch.no_grad():
                 losses.append(self.loss(self.batches))
             self.model.train()
         return torch.stack(losses).sum()
 
-    def compared(self) -> list[Tensor]:
-        return [*super().compared(), *self.model.parameters()]
-
-
-@dataclasses.dataclass
-class Cycles(Accumulation):
-    """Micro-batches with a pool around each forward, then the optimizer's step."""
-
-    def step(self, number: int, around: Around, phase: Phase) -> Tensor:
+    def _micro_batches(self, around: Around, phase: Phase) -> list[Tensor]:
+        """Their losses; `around` each forward. The optimizer steps at the end."""
         losses = []
         for batch in range(self.batches):
             phase("forward")
@@ -196,7 +180,18 @@ class Cycles(Accumulation):
             del loss
         phase("other")
         self.optimizer.step()
-        return torch.stack(losses).sum()
+        return losses
+
+    def compared(self) -> list[Tensor]:
+        return [*super().compared(), *self.model.parameters()]
+
+
+@dataclasses.dataclass
+class Cycles(Accumulation):
+    """Micro-batches with a pool around each forward, then the optimizer's step."""
+
+    def step(self, number: int, around: Around, phase: Phase) -> Tensor:
+        return torch.stack(self._micro_batches(around, phase)).sum()
 
 
 def _batches(shape: dict[str, Any], dtype: torch.dtype, count: int) -> tuple[Any, ...]:

@@ -58,6 +58,10 @@ def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
         gc.collect()
         read_proofs()
         _native.empty_cache()
+        with stagehand_alloc.pool(
+            high="2MiB", low="1KiB"
+        ):  # prefetch leaves no more free than that
+            pass
         _native.forget_steps(DEVICE)
         stagehand_alloc.reset_peak_stats()
         yield _simulated

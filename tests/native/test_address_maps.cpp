@@ -52,12 +52,23 @@ TEST("a flat map that was cleared has nothing, and takes all that it had") {
   CHECK(map.find(kUnit) == nullptr);
   CHECK(!map.erase(kUnit));
   for (int round = 0; round < 2; ++round) {
-    for (Address i = 1; i <= 500; ++i) {
+    for (Address i = 1; i <= 3000; ++i) {
       map.put(i * kUnit, static_cast<int>(i));
     }
-    CHECK_EQ(map.size(), 500U);
+    CHECK_EQ(map.size(), 3000U);
     map.clear();
     CHECK_EQ(map.size(), 0U);
+    CHECK(map.find(kUnit) == nullptr);
+  }
+  for (int round = 0; round < 6; ++round) {  // with few it gives memory up, and finds them still
+    for (Address i = 1; i <= 20; ++i) {
+      map.put(i * kUnit, round);
+    }
+    CHECK_EQ(map.size(), 20U);
+    for (Address i = 1; i <= 20; ++i) {
+      CHECK(map.find(i * kUnit) != nullptr && *map.find(i * kUnit) == round);
+    }
+    map.clear();
     CHECK(map.find(kUnit) == nullptr);
   }
 }
