@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -199,7 +200,11 @@ class Micro:
         return alloc, free
 
     def _pool(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stagehand is None else self.stagehand.pool()
+        """One whose steps are never quiet: its telemetry is to show all that is saved."""
+        if self.stagehand is None:
+            return contextlib.nullcontext()
+        pool: AbstractContextManager[Any] = self.stagehand.pool(telemetry=os.devnull)
+        return pool
 
     def _settle(self) -> None:
         """What holds nothing is given back."""

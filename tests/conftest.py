@@ -48,6 +48,7 @@ def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
 
     import stagehand_alloc
     from stagehand_alloc import _native
+    from stagehand_alloc._step.device import process
 
     _simulated.set_seed(SEED)
     _simulated.clear_hazards()
@@ -63,6 +64,7 @@ def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
         ):  # prefetch leaves no more free than that
             pass
         _native.forget_steps(DEVICE)
+        process.device(DEVICE).quiet.forget()
         stagehand_alloc.reset_peak_stats()
         yield _simulated
         if _native.stats(DEVICE)["host_limit"]:  # else it is the next test's, until its first pool

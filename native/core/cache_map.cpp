@@ -255,6 +255,7 @@ void CacheMap::allocate(const CacheEvent& event) {
   usage_.allocated += bytes;
   usage_.allocated_peak = std::max(usage_.allocated_peak, usage_.allocated);
   peak_since_ = std::max(peak_since_, usage_.allocated);
+  alarm_.look(usage_.allocated);
   if (found == nullptr) {
     return;
   }
@@ -380,6 +381,16 @@ void CacheMap::reset_peaks() {
 void CacheMap::set_mark(Bytes bytes) {
   const Lock lock(mutex_);
   mark_ = bytes;
+}
+
+void CacheMap::set_alarm(const Alarm& alarm) {
+  const Lock lock(mutex_);
+  alarm_ = alarm;
+}
+
+bool CacheMap::rang() {
+  const Lock lock(mutex_);
+  return alarm_.rang();
 }
 
 Bytes CacheMap::take_largest_request() {

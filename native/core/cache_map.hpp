@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/address_list.hpp"
+#include "core/alarm.hpp"
 #include "core/flat_map.hpp"
 #include "core/kept_gradients.hpp"
 #include "core/ranked_mutex.hpp"
@@ -90,6 +91,9 @@ class CacheMap {
   void reset_peaks();
   // Growth above `bytes` counts as over the mark; kUnlimited counts none.
   void set_mark(Bytes bytes);
+  // Looks at what is allocated, event by event: under this lock and torch's.
+  void set_alarm(const Alarm& alarm);
+  bool rang();
   // The largest request since the last call.
   Bytes take_largest_request();
   // A request of the engine's own is over: as if it had not been.
@@ -247,6 +251,7 @@ class CacheMap {
   FlatMap<Order> young_;
   std::uint64_t serial_ = 0;
   std::uint64_t saving_until_ = kSaving;  // the serial then
+  Alarm alarm_;
   Survivors survivors_;
   KeptGradients gradients_{&nodes_};
   Bytes gradients_roof_ = 0;

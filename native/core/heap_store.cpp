@@ -182,6 +182,7 @@ Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std
   if (block != nullptr) {
     block->in_graph = graph != 0;
     d_.books.hand_out(block);
+    alarm_.look(d_.counters.occupied);
   }
   return block;
 }

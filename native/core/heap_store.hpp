@@ -38,6 +38,8 @@ class HeapStore final : public Store {
   bool begin_step(Bytes target) override;
   void end_step() override;
   Bytes in_use() const override;
+  void set_alarm(const Alarm& alarm) override { alarm_ = alarm; }
+  bool rang() const override { return alarm_.rang(); }
   Bytes trim(Entry& entry, Bytes target) override;
   void map_ahead(Entry& entry, RecordId record, Bytes target) override;
   Status add_peer(int device) override;
@@ -64,6 +66,7 @@ class HeapStore final : public Store {
   Device& d_;
   DeviceHeap heap_;
   WindowSearch search_;
+  Alarm alarm_;
   bool gives_all_ = false;              // all idle memory is about to be given back
   bool other_plan_ = false;             // for another plan, or as it was
   Bytes mapped_at_end_ = 0;             // of the step before

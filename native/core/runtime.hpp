@@ -210,6 +210,10 @@ class Runtime {
   // The pool is closed; the watermarks stay armed until the last record dies.
   void clear_budget();
   void set_limit(Bytes limit);
+  // Looks from here on at what is in use as the program asks for memory.
+  void set_alarm(const Alarm& alarm);
+  // Whether that rang; and what is in use now.
+  std::pair<bool, Bytes> read_alarm();
   // For copies queued from now on. False: rates cannot be held here, and nothing has changed.
   bool set_lane_limits(const LaneLimits& limits);
   LaneLimits lane_limits();
@@ -287,6 +291,7 @@ class Runtime {
   std::atomic<bool> wants_regions_{true};
   LaneLimits lane_limits_;
   StepBook step_;
+  bool quiet_ = false;  // the step's alarm is to be told: what it saves is not shown to us
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered
   std::vector<std::uint64_t> released_graphs_;  // whose memory could not be taken back yet
 };

@@ -104,7 +104,7 @@ void Runtime::clear_budget() {
   Entry entry(d_.gate);
   d_.departures.no_more_saves(false);
   d_.clocks.timeline.note(Timeline::What::left, 0, 0, d_.counters);
-  if (d_.plan.moment() == 0) {
+  if (d_.plan.moment() == 0 && !quiet_) {
     d_.host.end_empty_step();
   }
   d_.books.pool_left();
@@ -113,6 +113,17 @@ void Runtime::clear_budget() {
 void Runtime::set_limit(Bytes limit) {
   Entry entry(d_.gate);
   d_.books.set_process_limit(limit);
+}
+
+void Runtime::set_alarm(const Alarm& alarm) {
+  Entry entry(d_.gate);
+  d_.store->set_alarm(alarm);
+  quiet_ = alarm.tells();
+}
+
+std::pair<bool, Bytes> Runtime::read_alarm() {
+  Entry entry(d_.gate);
+  return {d_.store->rang(), d_.store->in_use()};
 }
 
 void Runtime::set_debug(DebugModes modes) {

@@ -8,6 +8,7 @@
 
 #include <string>
 
+#include "core/alarm.hpp"
 #include "core/budget.hpp"
 #include "core/ledger.hpp"
 
@@ -51,6 +52,9 @@ class Store {
   virtual void end_step() = 0;
   // Bytes in use, before a step.
   virtual Bytes in_use() const = 0;
+  // Looks at them from here on, as the program asks for memory; then whether it rang.
+  virtual void set_alarm(const Alarm& alarm) = 0;
+  virtual bool rang() const = 0;
   // Gives free memory back to the driver until mapped <= target; waits for the GPU.
   virtual Bytes trim(Entry& entry, Bytes target) = 0;
   // Maps memory up to `target` at once, for requests like the record's, before anything is copied:

@@ -99,6 +99,8 @@ class TorchStore final : public Store {
   bool begin_step(Bytes target) override;
   void end_step() override;
   Bytes in_use() const override { return cache_.usage().allocated; }
+  void set_alarm(const Alarm& alarm) override { cache_.set_alarm(alarm); }
+  bool rang() const override { return cache_.rang(); }
   Bytes trim(Entry& entry, Bytes target) override;
   void map_ahead(Entry& entry, RecordId record, Bytes target) override;
   Status add_peer(int device) override { return segments_.add_peer(device); }

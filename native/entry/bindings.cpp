@@ -1,6 +1,7 @@
 // The extension module stagehand_alloc._native, as stagehand_alloc/_native.pyi types it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -43,6 +44,34 @@ void set_budget(int device, core::Bytes high, core::Bytes low, core::Bytes limit
   core::Runtime& runtime = opened(device);
   const GilReleased unlocked;  // may wait for the GPU to give memory back
   runtime.set_budget({high, low, limit, true});
+}
+
+// With the GIL, on Python's main thread, between two of its instructions.
+int wake(void* device) {
+  try {
+    nb::module_::import_("stagehand_alloc._step.quiet")
+        .attr("wake")(static_cast<int>(reinterpret_cast<std::intptr_t>(device)));
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("stagehand_alloc: a quiet step");
+  } catch (const std::exception&) {  // the next step is followed
+  }
+  return 0;
+}
+
+// Any thread, with or without the GIL, under locks of torch's and of the engine's.
+bool ring(int device) noexcept {
+  return Py_IsInitialized() == 0 ||
+         Py_AddPendingCall(&wake, reinterpret_cast<void*>(std::intptr_t{device})) == 0;
+}
+
+void set_alarm(int device, core::Bytes mark, bool wakes) {
+  without_gil(device, [&](core::Runtime& runtime) {
+    runtime.set_alarm({mark, wakes ? &ring : nullptr, device});
+  });
+}
+
+std::pair<bool, core::Bytes> read_alarm(int device) {
+  return without_gil(device, [](core::Runtime& runtime) { return runtime.read_alarm(); });
 }
 
 bool wants_regions(int device) {
@@ -242,6 +271,8 @@ NB_MODULE(_native, module) {
       "device_open", [](int device) { return Registry::get().find(device) != nullptr; },
       "device"_a);
   module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
+  module.def("set_alarm", &set_alarm, "device"_a, "mark"_a, "wakes"_a);
+  module.def("read_alarm", &read_alarm, "device"_a);
   module.def("wants_regions", &wants_regions, "device"_a);
   module.def("clear_budget", &clear_budget, "device"_a);
   module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a,

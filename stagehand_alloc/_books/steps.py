@@ -42,6 +42,8 @@ class StepStats:
     """Saved tensors that autograd was handed back as they are, by reason."""
     gradients: bool = True
     """Whether gradients were on at the entry: something may be saved."""
+    quiet: bool = False
+    """There was so much room that what it saved was left alone, and is not counted."""
     began_ns: int = 0
     """Since the epoch, as ``time.time_ns``: the end of the step before, or the pool's entry."""
     left_ns: int = 0
@@ -71,6 +73,7 @@ class StepStats:
             "left_ns": self.left_ns,
             "ended_ns": self.ended_ns,
             "gradients": int(self.gradients),
+            "quiet": int(self.quiet),
         }
 
     def _seen(self) -> Any:
@@ -203,6 +206,7 @@ class OpenStep:
     passed_before: Mapping[str, int]
     began_ns: int = 0
     left_ns: int = 0
+    quiet: bool = False
     passed: Mapping[str, int] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
 
@@ -230,6 +234,11 @@ class Steps(Guarded):
                 ended_ns = time.time_ns()
             step.began_ns = ended_ns
             self._open = step
+
+    def followed(self, owner: Owner) -> None:
+        """What ``owner``'s open step saves is counted from here on."""
+        if (step := self._of(owner)) is not None:
+            step.quiet = False
 
     def left(self, owner: Owner, by_error: bool) -> None:
         """``owner``'s pool is left: nothing more of its step is passed through."""
@@ -267,7 +276,7 @@ class Steps(Guarded):
             self._last = (step.owner, now)
         found = StepStats(
             *(step.number, self._device, rank(), step.mode, native, step.passed, step.gradients),
-            *(step.began_ns, step.left_ns, now),
+            *(step.quiet, step.began_ns, step.left_ns, now),
         )
         for listener in step.listeners:
             listener(found)

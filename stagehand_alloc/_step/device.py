@@ -18,6 +18,7 @@ from stagehand_alloc._errors import PoolThreadError
 from stagehand_alloc._extension import native
 from stagehand_alloc._guarded import Guarded
 from stagehand_alloc._step.proofs import Proofs
+from stagehand_alloc._step.quiet import Quiet
 from stagehand_alloc._step.trouble import Trouble
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Device(Guarded):
         self.index = index
         self.steps = Steps(index)
         self.proofs = Proofs(index)
+        self.quiet = Quiet()
         self.trouble = Trouble()
         # Guarded by the lock, with `Pool._entry` and `Pool._limits` of the pools of this device:
         self.entry: Entry | None = None

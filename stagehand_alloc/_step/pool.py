@@ -41,7 +41,14 @@ from stagehand_alloc._settings.link import UNCHANGED, LaneLimits, Unchanged
 from stagehand_alloc._settings.load import load_config
 from stagehand_alloc._settings.sizes import UNLIMITED, Size, format_bytes, read_size, shown
 from stagehand_alloc._step.device import Device, process
-from stagehand_alloc._step.entry import Entry, Exit, in_this_thread, remove_hooks, taken_exit
+from stagehand_alloc._step.entry import (
+    Entry,
+    Exit,
+    in_this_thread,
+    put_hooks,
+    remove_hooks,
+    taken_exit,
+)
 from stagehand_alloc._step.module_names import ModuleWatch
 from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
@@ -433,6 +440,8 @@ class Pool:
         return entry, budget
 
     def _arm(self, entry: Entry, budget: Budget, mode: Mode) -> None:
+        import torch
+
         device = entry.device.index
         self._mode = mode
         if self._hooks is None and self._config.build_trigger:
@@ -442,12 +451,17 @@ class Pool:
         self._configure_host_memory()
         entry.device.begin(self, lambda: self._set_limits(device), self._config.debug_checksums)
         self._has_weights = _weights.begin_step(device, budget.high)
-        self._begin_step(entry.device, mode)
+        entry.outer = _top_hooks()
+        entry.quiet = entry.device.quiet.begin(
+            device, budget.high, torch.is_grad_enabled(), self._may_be_quiet()
+        )
+        self._begin_step(entry.device, mode, entry.quiet)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
-        self._enter_hooks(entry)
+        if not entry.quiet:
+            self._enter_hooks(entry)
 
     def _build_libraries(self) -> None:
         """All that this pool loads, beside each other, where the process has not loaded it yet."""
@@ -467,7 +481,22 @@ class Pool:
         # In a MemPool plans that drop go over high while they are tried.
         return NODES if self._mode != "mempool" else False
 
-    def _begin_step(self, device: Device, mode: Mode) -> None:
+    def _may_be_quiet(self) -> bool:
+        """Whether what a step saves may be left alone: nobody asked to be shown it, the engine sees
+        each request, and an alarm would be heard, which only the main thread does."""
+        config = self._config
+        shown_to = self._keep is not None or self._marks is not None
+        shown_to = shown_to or config.telemetry_path is not None or config.debug_checksums
+        sees = self._mode == "allocator" or _modes.trigger().state == "loaded"
+        hears = threading.current_thread() is threading.main_thread()
+        return sees and hears and not shown_to and not self._has_weights
+
+    def _follow(self, entry: Entry) -> None:
+        """What is saved from here on in a quiet step may leave."""
+        entry.device.steps.followed(self)
+        self._enter_hooks(entry)
+
+    def _begin_step(self, device: Device, mode: Mode, quiet: bool) -> None:
         import torch
 
         listeners: tuple[Listener, ...] = (device.trouble.look,)
@@ -481,6 +510,7 @@ class Pool:
             weakref.ref(self),
             listeners,
             self._passed_through(),
+            quiet=quiet,
         )
         device.steps.begin(step)
 
@@ -526,8 +556,6 @@ class Pool:
         return always or native.wants_regions(device)
 
     def _enter_hooks(self, entry: Entry) -> None:
-        from torch._C import _autograd
-
         from stagehand_alloc._built import tensors as _tensors
         from stagehand_alloc._step import hooks as _hooks
         from stagehand_alloc._step import proofs as _proofs
@@ -548,7 +576,7 @@ class Pool:
         entry.hooked = True
         if self._marks is not None:
             self._marks.enter()
-        _autograd._push_saved_tensors_default_hooks(self._hooks.pack, self._hooks.unpack)
+        put_hooks(self._hooks.pack, self._hooks.unpack, entry.outer)
 
     def _passed_through(self) -> dict[str, int]:
         return {} if self._hooks is None else dict(self._hooks.passed_through())
@@ -626,6 +654,13 @@ def pool(
     made = Pool(settings, keep, marks or _marks_found(settings), on_step)
     made._prepare()
     return made
+
+
+def _top_hooks() -> tuple[Any, Any] | None:
+    from torch._C import _autograd
+
+    found: tuple[Any, Any] | None = _autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def _cuda_is_up() -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from stagehand_alloc._errors import in_one_line
 from stagehand_alloc._extension import native
 from stagehand_alloc._guarded import Guarded, Once
+from stagehand_alloc._step import quiet as _quiet
 from stagehand_alloc._step.entry import in_this_thread
 from stagehand_alloc._tell import warn_once
 from stagehand_alloc._weights import groups as _groups
@@ -131,7 +132,12 @@ def _hooks_here() -> tuple[Any, int] | None:
     import torch
 
     entry = in_this_thread.entry
-    if entry is None or not entry.hooked or entry.left or not torch.is_grad_enabled():
+    if entry is None or entry.left or not torch.is_grad_enabled():
+        return None
+    entry.device.quiet.refuse()
+    if not entry.hooked:
+        _quiet.follow(entry)
+    if not entry.hooked:
         return None
     # Inside a re-run they stay hidden, as they were in the first run.
     if _thread.again or torch.compiler.is_compiling():

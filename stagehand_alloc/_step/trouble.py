@@ -27,7 +27,8 @@ class Trouble:
             self._warn("budget", found["high"], _budget_text, step)
         if found.get("pageable_copies", 0):
             self._warn("pinned", found["pinned_bytes"], _pinned_text, step)
-        if step.gradients and step.left_ns and not found.get("activations_saved", 0):
+        shown = step.gradients and step.left_ns and not step.quiet
+        if shown and not found.get("activations_saved", 0):
             others = step.passed_through.get("foreign_storage", 0)
             if others and others == sum(step.passed_through.values()):
                 self._warn("foreign", 0, _foreign_text, step)

@@ -52,7 +52,9 @@ def torch_books(cuda: None) -> Iterator[None]:
 def check_books() -> None:
     import stagehand_alloc
     from stagehand_alloc import _native
+    from stagehand_alloc._step.device import process
 
+    process.device(0).quiet.forget()
     gc.collect()
     torch.cuda.synchronize()
     after = stagehand_alloc.stats()

@@ -116,6 +116,33 @@ def test_what_is_planned_to_leave_is_copied_out_from_the_next_request_on(torch_b
     assert (copied[0], copied[-1]) == (0, 1)
 
 
+@pytest.mark.parametrize("mode", ["native", "mempool"])
+def test_a_quiet_step_that_grows_beyond_its_room_keeps_to_it(torch_books: None, mode: str) -> None:
+    import stagehand_alloc
+
+    def gradient(layers: int, around: Any = None) -> Tensor:
+        x = torch.linspace(0, 1, MIB, device="cuda", requires_grad=True)
+        with around or contextlib.nullcontext():
+            y = x
+            for _ in range(layers):
+                y = y.sin()
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    few, many = gradient(4), gradient(100)
+    pool = stagehand_alloc.pool(high=settled() + 256 * MIB, mode=mode)
+    for _ in range(6):  # of which the last begins quiet
+        assert torch.equal(gradient(4, pool), few)
+    before = pool.stats()
+    assert torch.equal(gradient(4, pool), few)
+    assert pool.stats().activations_saved == before.activations_saved > 0
+    for _ in range(3):
+        assert torch.equal(gradient(100, pool), many)
+    assert pool.stats().evicted_bytes > 100 * MIB
+    assert pool.stats().overshoot_bytes == 0
+
+
 def stream_of(tensor: Tensor) -> int:
     """Whose blocks torch's cache serves it from; 0 for the default stream's."""
     for segment in torch.cuda.memory_snapshot():

@@ -1,0 +1,303 @@
+"""Quiet steps: with far more room than is used a pool leaves saved tensors alone, and no longer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import stagehand_alloc
+from stagehand_alloc import StepStats, _native
+from stagehand_alloc._step import quiet
+
+MIB = 1 << 20
+HIGH = 64 * MIB
+DEVICE = 0
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+def saves(layers: int, x: Tensor) -> Tensor:
+    """Saves a MiB a layer, and makes one more each time."""
+    for _ in range(layers):
+        x = torch.sin(x)
+    return x
+
+
+def leaf() -> Tensor:
+    return torch.linspace(0, 1, MIB // 4, requires_grad=True)
+
+
+def gradient(pool: Any, layers: int) -> Tensor:
+    """Of a step; forward alone is inside the pool."""
+    x = leaf()
+    with pool:
+        y = saves(layers, x)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def plain(layers: int) -> Tensor:
+    x = leaf()
+    saves(layers, x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def saved() -> int:
+    return int(_native.stats(DEVICE)["activations_saved"])
+
+
+def calm(pool: Any, steps: int = quiet.FEW + 1) -> None:
+    """So many that the next one is quiet."""
+    for _ in range(steps):
+        gradient(pool, 4)
+
+
+def top() -> Any:
+    from torch._C import _autograd
+
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def test_after_a_few_calm_steps_nothing_is_shown_to_the_pool_and_its_step_says_so() -> None:
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(high=HIGH, on_step=seen.append)
+    calm(pool)
+    before = saved()
+    assert before > 0
+    with pool:
+        assert top() is None
+    assert torch.equal(gradient(pool, 4), plain(4))
+    assert saved() == before
+    assert not any(one.quiet for one in seen[: quiet.FEW])
+    assert seen[-1].quiet
+    assert seen[-1].numbers()["quiet"] == 1
+    assert "quiet" in pool.step_stats()
+
+
+def test_pools_of_two_budgets_that_take_turns_are_quiet_by_their_own_steps() -> None:
+    large, small = stagehand_alloc.pool(high=HIGH), stagehand_alloc.pool(high=HIGH // 4)
+    for _ in range(quiet.FEW + 2):
+        gradient(large, 10)
+        gradient(small, 10)
+    with small:
+        assert top() is not None
+    with large:
+        assert top() is None
+
+
+def test_a_pool_that_is_made_anew_for_each_step_is_quiet_too() -> None:
+    for _ in range(quiet.FEW + 1):
+        gradient(stagehand_alloc.pool(high=HIGH), 4)
+    before = saved()
+    gradient(stagehand_alloc.pool(high=HIGH), 4)
+    assert saved() == before
+
+
+def test_a_quiet_step_that_grows_beyond_its_room_keeps_to_it_with_plain_gradients() -> None:
+    seen: list[StepStats] = []
+    pool = stagehand_alloc.pool(high=HIGH, on_step=seen.append)
+    expected = plain(100)
+    calm(pool)
+    stagehand_alloc.reset_peak_stats()
+    x = leaf()
+    with pool:
+        assert top() is None
+        y = saves(100, x)
+        assert top() is not None
+    assert top() is None
+    assert stagehand_alloc.stats().mapped_peak <= HIGH
+    assert stagehand_alloc.stats().evicted > 0
+    y.sum().backward()
+    del y
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+    assert stagehand_alloc.stats().overshoot_bytes == 0
+    assert pool.step_stats()["quiet"] == 0
+    assert torch.equal(gradient(pool, 100), expected)  # and the next one is followed as a whole
+    assert stagehand_alloc.stats().overshoot_bytes == 0
+
+
+def test_steps_under_pressure_are_never_quiet_and_after_an_alarm_more_have_to_be_calm() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    for _ in range(2 * quiet.FEW):
+        gradient(pool, 100)
+    with pool:
+        assert top() is not None
+    calm(pool)  # the first sees that the one before was not
+    with pool:
+        assert top() is None
+    gradient(pool, 50)  # quiet, and then not
+    calm(pool, 2 * quiet.FEW - 1)
+    with pool:
+        assert top() is not None
+    with pool:
+        assert top() is None
+
+
+def test_what_a_backward_takes_counts_too() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    for _ in range(2 * quiet.FEW):
+        gradient(pool, 4)
+        torch.empty(40 * MIB, dtype=torch.uint8)  # as an optimizer might
+    with pool:
+        assert top() is not None
+
+
+def test_what_is_in_use_for_good_is_no_sign_of_pressure_and_a_lower_budget_begins_anew() -> None:
+    weights = torch.ones(40 * MIB, dtype=torch.uint8)
+    pool = stagehand_alloc.pool(high=HIGH)
+    calm(pool)
+    with pool:
+        assert top() is None
+    with stagehand_alloc.pool(high=HIGH - MIB):
+        assert top() is not None
+    del weights
+
+
+def test_evaluations_are_no_calm_steps() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    for _ in range(4 * quiet.FEW):
+        with torch.no_grad(), pool:
+            saves(4, torch.ones(MIB // 4))
+    with pool:
+        assert top() is not None
+
+
+def test_hooks_that_others_pushed_meanwhile_stay_theirs_and_above_the_pools() -> None:
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    pool = stagehand_alloc.pool(high=HIGH)
+    calm(pool)
+    before = saved()
+    with torch.autograd.graph.saved_tensors_hooks(unpack, unpack):  # around the pool
+        outer = top()
+        with pool:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                y = saves(50, leaf())
+                assert top()[0] is pack
+            assert len(packed) == 50
+            assert isinstance(top()[0].__self__, _native.Hooks)
+            assert saved() == before
+            y = saves(1, y)
+            assert saved() == before + 1
+        assert top()[0] is outer[0]
+    assert top() is None
+    y.sum().backward()
+
+
+def test_where_hooks_are_turned_off_the_alarm_rings_again_later() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    calm(pool)
+    before = saved()
+    with pool:
+        with torch.autograd.graph.disable_saved_tensors_hooks("a user's wish"):
+            y = saves(36, leaf())
+        assert top() is None
+        y = saves(6, y)
+        assert top() is not None
+        saves(1, y)
+    assert saved() > before
+    del y
+
+
+def test_an_error_in_a_quiet_step_leaves_nothing_behind() -> None:
+    def fails(layers: int) -> None:
+        with pool:
+            saves(layers, leaf())
+            raise KeyError
+
+    pool = stagehand_alloc.pool(high=HIGH)
+    for layers in (4, 50):
+        calm(pool, 2 * quiet.FEW + 1)
+        with pytest.raises(KeyError):
+            fails(layers)
+        assert top() is None
+        assert torch.equal(gradient(pool, 100), plain(100))
+        assert top() is None
+
+
+@pytest.mark.parametrize("what", ["telemetry", "keep", "checksums", "modules"])
+def test_who_asked_to_be_shown_what_is_saved_is_shown_all_of_it(what: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "telemetry": {"telemetry": tmp_path / "steps.jsonl"},
+        "keep": {"keep": lambda info: False},
+        "checksums": {"config": {"debug_checksums": True}},
+        "modules": {"recompute": torch.nn.Tanh()},
+    }
+    pool = stagehand_alloc.pool(high=HIGH, **settings[what])
+    calm(pool, 3 * quiet.FEW)
+    before = saved()
+    gradient(pool, 4)
+    assert saved() > before
+
+
+def test_a_step_of_another_thread_is_followed_since_no_alarm_is_heard_there() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    calm(pool)
+    found: list[Any] = []
+
+    def step() -> None:
+        with pool:
+            found.append(top())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert found[0] is not None
+
+
+def test_a_region_inside_a_quiet_step_has_its_hooks_and_no_step_is_quiet_after_it() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    calm(pool)
+    x = leaf()
+    with pool:
+        assert top() is None
+        y = checkpoint(
+            lambda one: saves(4, one),
+            x,
+            use_reentrant=False,
+            context_fn=stagehand_alloc.when_needed,
+        )
+    before = stagehand_alloc.stats().reruns
+    y.sum().backward()
+    assert stagehand_alloc.stats().reruns == before  # there was room
+    assert x.grad is not None
+    assert torch.equal(x.grad, plain(4))
+    calm(pool, 3 * quiet.FEW)
+    with pool:
+        assert top() is not None
+
+
+def test_a_plan_that_was_learned_outlives_quiet_steps() -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    expected = plain(100)
+    for _ in range(3):
+        gradient(pool, 100)
+    learned = str(pool.plan())
+    assert "sin" in learned.lower()
+    calm(pool, 3 * quiet.FEW)
+    assert torch.equal(gradient(pool, 100), expected)
+    stagehand_alloc.reset_peak_stats()
+    assert torch.equal(gradient(pool, 100), expected)
+    assert stagehand_alloc.stats().mapped_peak <= HIGH
+
+
+def test_without_gradients_nothing_is_quiet() -> None:
+    decide = quiet.Quiet()
+    for _ in range(3 * quiet.FEW):
+        assert not decide.begin(DEVICE, HIGH, gradients=False, may=True)
