@@ -59,10 +59,6 @@ def gpu(_simulated: SimulatedGpu) -> Iterator[SimulatedGpu]:
         gc.collect()
         read_proofs()
         _native.empty_cache()
-        with stagehand_alloc.pool(
-            high="2MiB", low="1KiB"
-        ):  # prefetch leaves no more free than that
-            pass
         _native.forget_steps(DEVICE)
         process.device(DEVICE).quiet.forget()
         stagehand_alloc.reset_peak_stats()

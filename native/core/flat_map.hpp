@@ -25,10 +25,6 @@ class FlatMap {
  public:
   using Key = std::uintptr_t;
 
-  Value* find(Key key) {
-    const std::size_t at = look_for(key);
-    return at != kNowhere ? &slots_[at].value : nullptr;
-  }
   const Value* find(Key key) const {
     const std::size_t at = look_for(key);
     return at != kNowhere ? &slots_[at].value : nullptr;

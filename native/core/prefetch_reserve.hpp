@@ -18,7 +18,7 @@ class PrefetchReserve {
   void enter(Bytes high, Bytes low) {
     if (high_ != high) {
       patience_ = 1;
-      quiet_ = kept_ = 0;
+      since_ = kept_ = 0;
       forgot_ = false;
       high_ = high;
     }
@@ -28,8 +28,8 @@ class PrefetchReserve {
   // A step begins. `link_bounds`: the GPU waits for the lanes most of all; there an idle moment of
   // a lane costs more than what is copied twice.
   void begin_step(bool link_bounds) {
-    if (++quiet_ >= kLong * patience_) {
-      quiet_ = 0;
+    if (++since_ >= kLong * patience_) {
+      since_ = 0;
       patience_ = std::max(patience_ / 2, 1U);
     }
     if ((++kept_ >= patience_ || link_bounds) && bytes_ > 0) {
@@ -44,27 +44,27 @@ class PrefetchReserve {
   // not one step after the other until there is enough, room is not what they lacked.
   void came_early(Bytes bytes, Bytes low) {
     bytes_ = std::max(bytes_, std::min(bytes_ + bytes, low / kMostShare));
-    if (!forgot_ && quiet_ > kQuiet) {
+    if (!forgot_ && since_ > kApart) {
       patience_ = std::max(patience_ / 2, 1U);
     } else {
       patience_ = forgot_ ? std::min(2 * patience_, kMostPatience) : patience_;
       kept_ = 0;
     }
     forgot_ = false;
-    quiet_ = 0;
+    since_ = 0;
   }
 
  private:
   static constexpr unsigned kMostPatience = 64;
   static constexpr Bytes kMostShare = 2;  // of `low`
-  static constexpr unsigned kQuiet = 3;   // steps: what comes early after more is another reason
+  static constexpr unsigned kApart = 3;   // steps: what comes early after more is another reason
   static constexpr unsigned kLong = 8;    // times as many without any: it is forgotten faster again
 
   Bytes bytes_ = 0;
   Bytes high_ = 0;
   unsigned patience_ = 1;  // an eighth takes so many steps
   unsigned kept_ = 0;      // steps since the last one,
-  unsigned quiet_ = 0;     // and since some came early
+  unsigned since_ = 0;     // and since some came early
   bool forgot_ = false;    // an eighth, since those
 };
 

@@ -199,13 +199,15 @@ Bytes Prefetcher::room(bool measured) const {
 // bring nothing.
 bool Prefetcher::lasts(const Record& from) {
   const Bytes asked = from.block != nullptr ? from.block->size : from.bytes();
+  lasts_ -= std::min(lasts_, asked);
+  if (lasts_ == 0) {
+    return false;
+  }
   const bool measured = d_.plan.least_after(from.place) > 0;
-  if (lasts_ <= asked ||
-      fits_under(d_.without_idle(d_.counters.occupied), kBatch, room(measured))) {
+  if (fits_under(d_.without_idle(d_.counters.occupied), kBatch, room(measured))) {
     lasts_ = 0;
     return false;
   }
-  lasts_ -= asked;
   return true;
 }
 

@@ -35,6 +35,8 @@ class Prefetcher {
   std::uint64_t looked() const { return looked_; }
   // A pool is entered.
   void begin_step();
+  // As if nothing had come too early.
+  void forget_steps() { reserve_ = {}; }
   // Somebody was given a record that this copy fills, and may be waiting for it.
   void awaited(Tick arrived);
 

@@ -212,8 +212,15 @@ class Runtime {
   void set_limit(Bytes limit);
   // Looks from here on at what is in use as the program asks for memory.
   void set_alarm(const Alarm& alarm);
-  // Whether that rang; and what is in use now.
-  std::pair<bool, Bytes> read_alarm();
+  struct Calm {
+    bool rang = false;   // the alarm
+    Bytes in_use = 0;    // now
+    Bytes pressed = 0;   // what left, went over `high` or could not be had, since the start
+    bool shown = false;  // what happens is noted for somebody
+  };
+  Calm read_alarm();
+  // Bytes beyond what is in use that the device has for us. Asks the driver.
+  Bytes available();
   // For copies queued from now on. False: rates cannot be held here, and nothing has changed.
   bool set_lane_limits(const LaneLimits& limits);
   LaneLimits lane_limits();

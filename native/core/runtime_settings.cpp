@@ -121,9 +121,24 @@ void Runtime::set_alarm(const Alarm& alarm) {
   quiet_ = alarm.tells();
 }
 
-std::pair<bool, Bytes> Runtime::read_alarm() {
+Runtime::Calm Runtime::read_alarm() {
   Entry entry(d_.gate);
-  return {d_.store->rang(), d_.store->in_use()};
+  d_.store->look();
+  const Counters& counters = d_.counters;
+  return {d_.store->rang(), d_.store->in_use(),
+          counters.gone_bytes() + counters.overshoot_bytes + counters.out_of_memory,
+          d_.clocks.timeline.on()};
+}
+
+Bytes Runtime::available() {
+  Entry entry(d_.gate);
+  d_.store->look();
+  std::size_t driver_free = 0;
+  std::size_t total = 0;
+  if (d_.gate->mem_get_info(&driver_free, &total) != driver::kSuccess) {
+    return 0;
+  }
+  return driver_free + d_.counters.mapped - std::min(d_.counters.mapped, d_.store->in_use());
 }
 
 void Runtime::set_debug(DebugModes modes) {
@@ -139,6 +154,7 @@ void Runtime::set_ranks(bool ranks) {
 void Runtime::forget_steps() {
   Entry entry(d_.gate);
   d_.plan.forget_all();
+  d_.prefetcher.forget_steps();
 }
 
 void Runtime::set_checksums(bool on) {

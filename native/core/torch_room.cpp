@@ -23,8 +23,10 @@ constexpr Bytes kSmallSegments = 24_MiB;
 // Less than so many times the request left, of free room and of what can still be evicted: the edge
 // of what a step can be held to.
 constexpr Bytes kEdge = 2;
-constexpr Bytes kTogether = 16_MiB;    // of small blocks that leave at a miss
-constexpr std::size_t kWaitedFor = 4;  // of those whose copies are not done: the GPU waits for all
+constexpr Bytes kTogether = 16_MiB;  // of small blocks that leave at a miss
+// So many small ones leave at once whose copies may not be done: the first one's is waited for, and
+// the others' are done no later.
+constexpr std::size_t kWaitedFor = 4;
 constexpr Bytes kUnknownRequest = 20_MiB;  // at least: torch's next larger kind of segment
 
 }  // namespace

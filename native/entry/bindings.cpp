@@ -1,7 +1,6 @@
 // The extension module stagehand_alloc._native, as stagehand_alloc/_native.pyi types it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +9,7 @@
 
 #include "entry/gil.hpp"
 #include "entry/handle_object.hpp"
+#include "entry/hook_stack.hpp"
 #include "entry/regions.hpp"
 #include "entry/registry.hpp"
 #include "entry/shapes.hpp"
@@ -52,6 +52,10 @@ int wake(void* device) {
     nb::module_::import_("stagehand_alloc._step.quiet")
         .attr("wake")(static_cast<int>(reinterpret_cast<std::intptr_t>(device)));
   } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) {  // Ctrl-C, or what a signal's handler ends the run with
+      error.restore();
+      return -1;
+    }
     error.discard_as_unraisable("stagehand_alloc: a quiet step");
   } catch (const std::exception&) {  // the next step is followed
   }
@@ -70,8 +74,15 @@ void set_alarm(int device, core::Bytes mark, bool wakes) {
   });
 }
 
-std::pair<bool, core::Bytes> read_alarm(int device) {
-  return without_gil(device, [](core::Runtime& runtime) { return runtime.read_alarm(); });
+std::tuple<bool, core::Bytes, core::Bytes, bool> read_alarm(int device) {
+  return without_gil(device, [](core::Runtime& runtime) {
+    const core::Runtime::Calm found = runtime.read_alarm();
+    return std::tuple(found.rang, found.in_use, found.pressed, found.shown);
+  });
+}
+
+core::Bytes available(int device) {
+  return without_gil(device, [](core::Runtime& runtime) { return runtime.available(); });
 }
 
 bool wants_regions(int device) {
@@ -273,6 +284,9 @@ NB_MODULE(_native, module) {
   module.def("set_budget", &set_budget, "device"_a, "high"_a, "low"_a, "limit"_a);
   module.def("set_alarm", &set_alarm, "device"_a, "mark"_a, "wakes"_a);
   module.def("read_alarm", &read_alarm, "device"_a);
+  module.def("available", &available, "device"_a);
+  module.def("count_hooks", &count_hooks);
+  module.def("put_hooks", &put_hooks, "pack"_a, "unpack"_a, "above"_a);
   module.def("wants_regions", &wants_regions, "device"_a);
   module.def("clear_budget", &clear_budget, "device"_a);
   module.def("configure_pinned", &configure_pinned, "classes"_a, "counts"_a, "host_limit"_a,
@@ -356,7 +370,7 @@ NB_MODULE(_native, module) {
       .def(nb::init<int, nb::object, nb::object, nb::object>(), "device"_a, "modified"_a,
            "keep"_a = nb::none(), "proof"_a = nb::none())
       .def("begin_step", &Hooks::begin_step, "recompute"_a = false, "sharded"_a = false,
-           "ranks"_a = false)
+           "ranks"_a = false, "late"_a = false)
       .def_static("end_step", &Hooks::end_step)
       .def(
           "pack",

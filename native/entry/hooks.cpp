@@ -149,10 +149,10 @@ void Hooks::clear() {
   }
 }
 
-void Hooks::begin_step(bool recompute, bool sharded, bool ranks) {
+void Hooks::begin_step(bool recompute, bool sharded, bool ranks, bool late) {
   order_ = 0;
   leaf_ = 0;
-  knows_leaf_ = true;
+  knows_leaf_ = !late;  // what was recorded of another model's would count for this one
   recompute_ = recompute;
   sharded_ = sharded;
   if (core::Runtime* runtime = Registry::get().find(device_); runtime != nullptr) {

@@ -77,8 +77,8 @@ class Hooks {
 
   // The pool was entered: the order that `keep` is told starts again. `recompute`: what can be made
   // again may be dropped. `sharded`: weights may be away between their uses. `ranks`: other
-  // processes take part in the step.
-  void begin_step(bool recompute, bool sharded, bool ranks);
+  // processes take part in the step. `late`: something was saved before, which nobody was shown.
+  void begin_step(bool recompute, bool sharded, bool ranks, bool late);
   // It was left.
   static void end_step();
   // Fills a new handle.

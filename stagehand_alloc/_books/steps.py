@@ -43,7 +43,8 @@ class StepStats:
     gradients: bool = True
     """Whether gradients were on at the entry: something may be saved."""
     quiet: bool = False
-    """There was so much room that what it saved was left alone, and is not counted."""
+    """There was so much room as it began that what it saved was left alone, and is not counted: all
+    of it, or what came before memory was used after all."""
     began_ns: int = 0
     """Since the epoch, as ``time.time_ns``: the end of the step before, or the pool's entry."""
     left_ns: int = 0
@@ -235,11 +236,6 @@ class Steps(Guarded):
             step.began_ns = ended_ns
             self._open = step
 
-    def followed(self, owner: Owner) -> None:
-        """What ``owner``'s open step saves is counted from here on."""
-        if (step := self._of(owner)) is not None:
-            step.quiet = False
-
     def left(self, owner: Owner, by_error: bool) -> None:
         """``owner``'s pool is left: nothing more of its step is passed through."""
         step = self._of(owner)
@@ -257,9 +253,14 @@ class Steps(Guarded):
         """End the open step, if there is one, and tell its listeners and its pool."""
         self._end(self._open)
 
-    def end_if_over(self, owner: Owner) -> None:
-        """The same where it is ``owner``'s, it was left, and nothing that was saved is alive."""
+    def end_if_over(self, owner: Owner, asked: bool = True) -> None:
+        """The same where it is ``owner``'s, it was left, and nothing that was saved is alive.
+
+        Of a quiet step nobody knows that: it ends where somebody asked for it.
+        """
         step = self._of(owner)
+        if step is not None and step.quiet and not asked:
+            return
         if step is not None and step.left_ns and not _stats.records(self._device):
             self._end(step)
 

@@ -43,7 +43,7 @@ class Entry:
     entered: bool = False
     left: bool = False
     quiet: bool = False  # its hooks are pushed once the alarm rings (quiet.py)
-    outer: tuple[Any, Any] | None = None  # what was on top of the stack of hooks before
+    above: int = 0  # so many pairs that are on torch's stack
     hooked: bool = False
     allocating: Generator[None, None, None] | None = None
 
@@ -80,20 +80,6 @@ def taken_exit(pool: Pool) -> weakref.ref[Any] | None:
     in_this_thread.exit = None
     made = None if found is None else found()
     return found if made is not None and made.args in ((), (pool,)) else None
-
-
-def put_hooks(pack: Any, unpack: Any, outer: tuple[Any, Any] | None) -> None:
-    """Push the pair right above ``outer``, below what was pushed since then."""
-    from torch._C import _autograd
-
-    others = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        if outer is not None and top[0] is outer[0] and top[1] is outer[1]:
-            break
-        _autograd._pop_saved_tensors_default_hooks()
-        others.append(top)
-    for one in ((pack, unpack), *reversed(others)):
-        _autograd._push_saved_tensors_default_hooks(*one)
 
 
 def remove_hooks(inner: bool) -> None:

@@ -45,11 +45,11 @@ from stagehand_alloc._step.entry import (
     Entry,
     Exit,
     in_this_thread,
-    put_hooks,
     remove_hooks,
     taken_exit,
 )
 from stagehand_alloc._step.module_names import ModuleWatch
+from stagehand_alloc._step.quiet import follow, hooks_can_be_pushed
 from stagehand_alloc._tell import warn
 from stagehand_alloc._torch_side import install as _install
 from stagehand_alloc._torch_side import modes as _modes
@@ -207,7 +207,7 @@ class Pool:
             )
         self._release(entry, by_error=kind is not None)
         if kind is None:
-            entry.device.steps.end_if_over(self)
+            entry.device.steps.end_if_over(self, asked=False)
 
     if TYPE_CHECKING:
 
@@ -451,17 +451,22 @@ class Pool:
         self._configure_host_memory()
         entry.device.begin(self, lambda: self._set_limits(device), self._config.debug_checksums)
         self._has_weights = _weights.begin_step(device, budget.high)
-        entry.outer = _top_hooks()
-        entry.quiet = entry.device.quiet.begin(
+        quiet = entry.device.quiet.begin(
             device, budget.high, torch.is_grad_enabled(), self._may_be_quiet()
         )
-        self._begin_step(entry.device, mode, entry.quiet)
+        self._begin_step(entry.device, mode, quiet)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
             _modes.give_up(self._mem_pools, device)
         native.set_budget(device, budget.high, budget.low, budget.limit)
         self._enter_torch(entry)
-        if not entry.quiet:
-            self._enter_hooks(entry)
+        self._make_hooks(entry.device)
+        if not quiet:
+            self._push_hooks(entry)
+            return
+        entry.above = native.count_hooks()
+        entry.quiet = True
+        if native.read_alarm(device)[0]:  # meanwhile
+            follow(entry)
 
     def _build_libraries(self) -> None:
         """All that this pool loads, beside each other, where the process has not loaded it yet."""
@@ -483,18 +488,16 @@ class Pool:
 
     def _may_be_quiet(self) -> bool:
         """Whether what a step saves may be left alone: nobody asked to be shown it, the engine sees
-        each request, and an alarm would be heard, which only the main thread does."""
+        each request, and an alarm would be heard, which only the main thread does. A MemPool serves
+        backward, too, for as long as something is alive that was shown to us."""
         config = self._config
         shown_to = self._keep is not None or self._marks is not None
         shown_to = shown_to or config.telemetry_path is not None or config.debug_checksums
-        sees = self._mode == "allocator" or _modes.trigger().state == "loaded"
+        followed = self._mode == "native" and _modes.trigger().state == "loaded"
+        sees = self._mode == "allocator" or followed
         hears = threading.current_thread() is threading.main_thread()
+        hears = hears and hooks_can_be_pushed()
         return sees and hears and not shown_to and not self._has_weights
-
-    def _follow(self, entry: Entry) -> None:
-        """What is saved from here on in a quiet step may leave."""
-        entry.device.steps.followed(self)
-        self._enter_hooks(entry)
 
     def _begin_step(self, device: Device, mode: Mode, quiet: bool) -> None:
         import torch
@@ -555,7 +558,8 @@ class Pool:
         always = self._first_asked == self._steps or self._config.telemetry_path is not None
         return always or native.wants_regions(device)
 
-    def _enter_hooks(self, entry: Entry) -> None:
+    def _make_hooks(self, device: Device) -> None:
+        """Before any is pushed: what may come in the middle of a step does no more than that."""
         from stagehand_alloc._built import tensors as _tensors
         from stagehand_alloc._step import hooks as _hooks
         from stagehand_alloc._step import proofs as _proofs
@@ -565,18 +569,28 @@ class Pool:
             _tensors.load(self._config.build_trigger)
             if recompute:
                 _proofs.load(self._config.build_trigger)
-            device = entry.device
             self._hooks = _hooks.make_hooks(device.index, self._keep, self._watch, device.proofs)
         if recompute:
-            entry.device.proofs.collect()
+            device.proofs.collect()
+
+    def _push_hooks(self, entry: Entry, late: bool = False) -> None:
+        """What is saved from here on may leave. ``late``: something was saved before."""
+        from torch._C import _autograd
+
+        from stagehand_alloc._step import proofs as _proofs
+
+        recompute = bool(self._recompute())
         away = self._has_weights or _proofs.sharded()
-        self._hooks.begin_step(bool(recompute), bool(recompute) and away, _proofs.ranks())
+        self._hooks.begin_step(recompute, recompute and away, _proofs.ranks(), late)
         if self._keep is not None or (self._marks is not None and self._marks.looking()):
             self._watch.enter()
         entry.hooked = True
         if self._marks is not None:
             self._marks.enter()
-        put_hooks(self._hooks.pack, self._hooks.unpack, entry.outer)
+        if late:
+            native.put_hooks(self._hooks.pack, self._hooks.unpack, entry.above)
+        else:
+            _autograd._push_saved_tensors_default_hooks(self._hooks.pack, self._hooks.unpack)
 
     def _passed_through(self) -> dict[str, int]:
         return {} if self._hooks is None else dict(self._hooks.passed_through())
@@ -654,13 +668,6 @@ def pool(
     made = Pool(settings, keep, marks or _marks_found(settings), on_step)
     made._prepare()
     return made
-
-
-def _top_hooks() -> tuple[Any, Any] | None:
-    from torch._C import _autograd
-
-    found: tuple[Any, Any] | None = _autograd._top_saved_tensors_default_hooks(True)
-    return found
 
 
 def _cuda_is_up() -> bool:

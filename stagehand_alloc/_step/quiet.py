@@ -1,11 +1,10 @@
-"""Quiet steps: while its steps had far more room than they used, a pool leaves saved tensors alone.
+"""Quiet steps: while steps have far more room than they use, a pool leaves saved tensors alone.
 
 torch's hooks cost a step of thousands of small saved tensors 5 %, even where they do nothing, and
 ours as much again (docs/decisions/0072). Where nothing has to leave that is for nothing. So after
-some calm steps the pool's hooks are not on torch's stack. The engine has an alarm: once a request
-takes more than half of the room, they are put there before Python's next instruction but one, and
-what is saved from then on can leave. That is enough: what must leave is what is above `high`, and
-all of it was asked for, or made room for, after the alarm.
+some calm steps the pool's hooks are not on torch's stack. The engine has an alarm: once more than
+half of the room is in use, they are put there, at the next call, return or loop of Python on the
+main thread, and what is saved from then on can leave.
 """
 
 from __future__ import annotations
@@ -21,30 +20,8 @@ if TYPE_CHECKING:
 
 FEW = 4  # calm steps, before the first quiet one
 _MOST = 256  # as many, once alarms in quiet steps have doubled that
-_BEGINS = 64  # steps whose begin is remembered
-_BUDGETS = 8  # that take turns
-_LATER = 16  # a part of the room: where hooks are turned off, the alarm rings again that much later
-
-
-class _Budget:
-    """What is known of the steps inside one."""
-
-    def __init__(self, high: int) -> None:
-        self.high = high
-        self.calm = 0  # steps in a row that saw no alarm, and may have saved something
-        self.needed = FEW
-        self._begins: deque[int] = deque(maxlen=_BEGINS)  # bytes in use then
-
-    def begun(self, in_use: int) -> int:
-        """A step begins with so many bytes; at how many its alarm rings."""
-        self._begins.append(in_use)
-        return mark_of(min(self._begins), self.high)
-
-    def ended(self, rang: bool, quiet: bool) -> None:
-        """One that may have saved something is over; it was ``quiet`` as it began."""
-        self.calm = 0 if rang else self.calm + 1
-        # What is not followed in time costs one step: so less and less often.
-        self.needed = min(2 * self.needed, _MOST) if rang and quiet else self.needed
+_ENTRIES = 64  # whose budgets and begins are remembered
+_LATER = 16  # a part of the room: where hooks cannot be pushed, the alarm rings again so much later
 
 
 class Quiet:
@@ -55,8 +32,14 @@ class Quiet:
 
     def forget(self) -> None:
         """As if no step had been, so that what follows depends on nothing earlier; for tests."""
-        self._budgets: dict[int, _Budget] = {}  # by `high`; the oldest first
-        self._open: tuple[_Budget, bool] | None = None  # of the newest step, if it may save; quiet
+        self._highs: deque[int] = deque(maxlen=_ENTRIES)  # of the newest entries
+        self._begins: deque[int] = deque(maxlen=_ENTRIES)  # bytes in use then
+        self._calm = 0  # steps in a row in which all was well
+        self._needed = FEW
+        self._open = False  # there is a step that may be calm: its backward may be yet to come
+        self._quiet = False  # it began so
+        self._rang = False  # its alarm, which was set again since
+        self._pressed = 0  # of the engine's counts, when it began
         self._never = False
 
     def refuse(self) -> None:
@@ -66,41 +49,64 @@ class Quiet:
     def begin(self, device: int, high: int, gradients: bool, may: bool) -> bool:
         """Whether the step that begins is quiet; its alarm is set.
 
+        An entry without gradients is no step: one that is open goes on, and so does its alarm.
+
         Args:
             device: its number.
             high: bytes, of the pool that is entered.
             gradients: something may be saved.
             may: the pool can do with saved tensors that nobody follows.
         """
-        rang, in_use = native.read_alarm(device)
-        if self._open is not None:
-            budget, quiet = self._open
-            budget.ended(rang, quiet)
-        budget = self._budgets.pop(high) if high in self._budgets else _Budget(high)
-        self._budgets[high] = budget
-        if len(self._budgets) > _BUDGETS:
-            del self._budgets[next(iter(self._budgets))]
-        mark = budget.begun(in_use)
-        quiet = may and gradients and not self._never
-        quiet = quiet and budget.calm >= budget.needed and in_use < mark
-        self._open = (budget, quiet) if gradients else None
+        rang, in_use, pressed, shown = native.read_alarm(device)
+        if gradients:
+            self._end(rang, pressed)
+        self._calm = self._calm if high in self._highs else 0
+        self._highs.append(high)
+        self._begins.append(in_use)
+        if not gradients:
+            return False
+        mark = mark_of(min(self._begins), min(self._highs))
+        quiet = may and not shown and not self._never and self._calm >= self._needed
+        if quiet:  # others may have taken what the device had
+            mark = min(mark, in_use + native.available(device) // 2)
+            quiet = in_use < mark
+        self._open, self._quiet, self._rang, self._pressed = True, quiet, False, pressed
         native.set_alarm(device, mark, quiet)
         return quiet
 
+    def _end(self, rang: bool, pressed: int) -> None:
+        """The open step is over: it was calm if nothing had to leave, and there was room for it."""
+        if not self._open:
+            return
+        rang = rang or self._rang
+        calm = not rang and pressed == self._pressed
+        self._calm = self._calm + 1 if calm else 0
+        # What is not followed in time costs one step: so less and less often.
+        self._needed = min(2 * self._needed, _MOST) if self._quiet and not calm else self._needed
+
     def again_later(self, device: int) -> None:
         """The alarm of the open step rang, and nothing could be done: it will ring once more."""
-        high = next(reversed(self._budgets))
+        self._rang = True
         in_use = native.read_alarm(device)[1]
-        native.set_alarm(device, in_use + max(1, max(0, high - in_use) // _LATER), True)
+        room = max(0, self._highs[-1] - in_use)
+        native.set_alarm(device, in_use + max(1, room // _LATER), True)
 
 
 def mark_of(begin: int, high: int) -> int:
-    """Bytes in use at which the alarm of a step rings that ``begin`` are in use before."""
+    """Bytes in use at which the alarm of a step rings, where ``begin`` are in use before it."""
     return begin + max(0, high - begin) // 2
 
 
+def hooks_can_be_pushed() -> bool:
+    """Not inside a functorch transform, nor where a program has turned hooks off."""
+    from torch._C import _autograd
+
+    asked: Any = _autograd
+    return bool(asked._saved_tensors_hooks_is_enabled())
+
+
 def wake(device: int) -> None:
-    """The alarm of a quiet step rang: called between two instructions of the main thread."""
+    """The alarm of a quiet step rang: called on the main thread, in the middle of the program."""
     entry = in_this_thread.entry
     if entry is not None and entry.device.index == device:
         follow(entry)
@@ -108,12 +114,13 @@ def wake(device: int) -> None:
 
 def follow(entry: Entry) -> None:
     """What is saved inside ``entry`` from here on is followed, where it was not."""
-    from torch._C import _autograd
+    import torch
 
-    asked: Any = _autograd
-    if not entry.quiet or entry.left or entry.hooked:
+    if not entry.quiet or entry.left:
         return
-    if not asked._saved_tensors_hooks_is_enabled():  # a functorch transform, or a user's own wish
-        entry.device.quiet.again_later(device=entry.device.index)
+    # Inside a backward the engine puts the stack back after each node.
+    if not hooks_can_be_pushed() or torch._C._current_graph_task_id() != -1:
+        entry.device.quiet.again_later(entry.device.index)
         return
-    entry.pool._follow(entry)
+    entry.quiet = False  # first: the alarm may ring in the middle of this
+    entry.pool._push_hooks(entry, late=True)

@@ -134,26 +134,18 @@ def _hooks_here() -> tuple[Any, int] | None:
     entry = in_this_thread.entry
     if entry is None or entry.left or not torch.is_grad_enabled():
         return None
-    entry.device.quiet.refuse()
-    if not entry.hooked:
-        _quiet.follow(entry)
-    if not entry.hooked:
+    if not entry.hooked and not entry.quiet:
         return None
     # Inside a re-run they stay hidden, as they were in the first run.
     if _thread.again or torch.compiler.is_compiling():
         return None
     # What is found out under a mode of somebody's says nothing of torch.
-    unusual = torch._C._len_torch_dispatch_stack() > 0 or not _autograd_hooks_enabled()
+    unusual = torch._C._len_torch_dispatch_stack() > 0 or not _quiet.hooks_can_be_pushed()
     if unusual or torch._C._are_functorch_transforms_active() or not _works():
         return None
-    return entry.pool._hooks, entry.device.index
-
-
-def _autograd_hooks_enabled() -> bool:
-    from torch._C import _autograd
-
-    asked: Any = _autograd
-    return bool(asked._saved_tensors_hooks_is_enabled())
+    entry.device.quiet.refuse()
+    _quiet.follow(entry)
+    return (entry.pool._hooks, entry.device.index) if entry.hooked else None
 
 
 def takes_over() -> bool:

@@ -43,13 +43,18 @@ TEST("the process allocator's alarm looks at each request, and rings before the 
   const Address a = rig.allocate(4_MiB, stream);
   const Address b = rig.allocate(4_MiB, stream);
   CHECK_EQ(told, 0);
-  CHECK(rig.runtime->read_alarm() == std::pair(false, Bytes{8_MiB}));
+  CHECK(!rig.runtime->read_alarm().rang);
+  CHECK_EQ(rig.runtime->read_alarm().in_use, 8_MiB);
   const Address c = rig.allocate(4_MiB, stream);
   CHECK_EQ(told, 1);
   for (const Address one : {a, b, c}) {
     CHECK(rig.runtime->free(one));
   }
-  CHECK(rig.runtime->read_alarm() == std::pair(true, Bytes{0}));
+  CHECK(rig.runtime->read_alarm().rang);
+  CHECK_EQ(rig.runtime->read_alarm().in_use, 0);
+  CHECK_EQ(rig.runtime->read_alarm().pressed, 0);
+  CHECK(!rig.runtime->read_alarm().shown);
+  CHECK_EQ(rig.runtime->available(), 64_MiB);
 }
 
 TEST("the alarm of torch's cache looks at each block that is handed out") {

@@ -247,7 +247,7 @@ def test_an_entry_that_fails_is_a_step_ended_by_an_error_and_the_next_is_right(
         raise ValueError("in the middle of an entry")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pool, "_enter_hooks", fail)
+        patched.setattr(pool, "_push_hooks", fail)
         with pytest.raises(ValueError, match="in the middle"), pool:
             pass
     step(pool)
