@@ -463,6 +463,7 @@ class Pool:
         if not quiet:
             self._push_hooks(entry)
             return
+        native.Hooks.end_step()  # what the step before has left to be looked at
         entry.above = native.count_hooks()
         entry.quiet = True
         if native.read_alarm(device)[0]:  # meanwhile

@@ -107,6 +107,7 @@ def test_a_quiet_step_that_grows_beyond_its_room_keeps_to_it_with_plain_gradient
     expected = plain(100)
     calm(pool)
     stagehand_alloc.reset_peak_stats()
+    before = stagehand_alloc.stats().overshoot_bytes
     x = leaf()
     with pool:
         assert top() is None
@@ -119,11 +120,11 @@ def test_a_quiet_step_that_grows_beyond_its_room_keeps_to_it_with_plain_gradient
     del y
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
-    assert stagehand_alloc.stats().overshoot_bytes == 0
+    assert stagehand_alloc.stats().overshoot_bytes == before
     assert pool.step_stats()["quiet"] == 1  # some of it was not counted
     assert torch.equal(gradient(pool, 100), expected)  # and the next one is followed as a whole
     assert pool.step_stats()["quiet"] == 0
-    assert stagehand_alloc.stats().overshoot_bytes == 0
+    assert stagehand_alloc.stats().overshoot_bytes == before
 
 
 def test_steps_under_pressure_are_never_quiet_and_after_an_alarm_more_have_to_be_calm() -> None:
