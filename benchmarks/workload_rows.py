@@ -192,6 +192,8 @@ def _of_ours(case: Case, measured: Measured, key: str) -> dict[str, Any]:
     if budget != FREE:
         one["high_gib"] = round(measured.budgets[budget].high / GIB, 3)
         one["over_high_bytes"] = over_high(measured, key)
+    else:
+        one["quiet_turns"] = sum(turn["quiet"] for turn in measured.turns[key].values())
     if key in measured.first:
         first = measured.first[key]["first"]
         one["first_ms"] = round(first["wall_ms"], 1)

@@ -189,6 +189,7 @@ class WorkloadWorker(worker.Worker):
         found["mapped_peak"] = max(found["mapped_peak"], reserved)
         gained = self._gained(before)
         state = self.stats().get("plan_state", "")
+        told = self.pools[mode].step_stats() if mode in self.pools else {}
         return {
             "number": number,
             "steps": steps,
@@ -196,6 +197,7 @@ class WorkloadWorker(worker.Worker):
             "loss": loss.item(),
             "gained": gained,
             "plan_state": state,
+            "quiet": int(told.get("quiet", 0)),
             **found,
         }
 
@@ -328,6 +330,17 @@ class WorkloadWorker(worker.Worker):
             gc.collect()
             self.empty_cache()
             self._last = mode
+            if mode == FREE:
+                self._begin_without_budgets()
+
+    def _begin_without_budgets(self) -> None:
+        """As in a process that has no other budget, whose steps become quiet after a few."""
+        from stagehand_alloc._step import device, quiet
+
+        for one in device.process.devices():
+            one.quiet.forget()
+        for at in range(quiet.FEW + 1):
+            self._run(FREE, LEAD_NUMBERS + at, lambda _: None)
 
     def _lead(self, mode: str, number: int, count: int) -> None:
         self._enter(mode)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ def steps(*ms: float, **more: float) -> list[dict[str, float]]:
 
 def turn(*ms: float, **more: float) -> dict[str, Any]:
     gained = {"overshoot_bytes": 0, "map_calls": 0, "stall_ns": 0}
-    return {"steps": steps(*ms, **more), "gained": gained, "mapped_peak": 900, "plan_state": ""}
+    told = {"plan_state": "", "quiet": 0}
+    return {"steps": steps(*ms, **more), "gained": gained, "mapped_peak": 900, **told}
 
 
 def measured(mine: float = 90, peak: int = 8 * 10**9) -> Measured:
@@ -101,6 +103,27 @@ def test_a_steps_loss_is_kept_until_the_next_ones_is_there(
     kept = weakref.ref(worker._run("plain", 2, lambda _: None))
     worker._enter("checkpoint")
     assert kept() is None
+
+
+def test_a_pool_without_a_budget_is_timed_as_in_a_process_that_has_no_other(
+    run_fresh: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    run_fresh(
+        f"""
+        import sys
+        sys.path.insert(0, {str(FOLDER)!r})
+        from workload_cases import CASES, FREE
+        from workload_worker import Settings, WorkloadWorker
+
+        case = CASES["small"]
+        worker = WorkloadWorker(Settings(True, case.model, case.tiny, simulated=True))
+        worker.build()
+        worker.budgets({{FREE: None, "75": (8 << 20, 7 << 20)}})
+        for _ in range(2):
+            assert worker.turn("75", 10, 1, 1)["quiet"] == 0
+            assert worker.turn(FREE, 10, 1, 1)["quiet"] == 1
+        """
+    )
 
 
 def test_the_bound_is_of_what_does_not_fit() -> None:
