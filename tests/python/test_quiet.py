@@ -281,6 +281,31 @@ def test_an_error_of_ours_in_an_alarm_is_printed_and_training_goes_on(
     assert torch.equal(gradient(pool, 100), plain(100))
 
 
+def test_after_an_alarm_nothing_is_dropped_before_a_leaf_was_seen() -> None:
+    """What a proof is of rests on it (decision 37): one of another model would count."""
+    pool = stagehand_alloc.pool(high=HIGH, recompute="nodes")
+
+    def drops(quiet_then: bool) -> int:
+        before = stagehand_alloc.stats()
+        with pool:
+            assert (top() is None) == quiet_then
+            y = leaf()
+            for _ in range(50):
+                y = torch.nn.functional.gelu(y)
+        y.sum().backward()
+        found = stagehand_alloc.stats().since(before)
+        assert found.evicted_bytes + found.dropped_bytes > 0
+        return found.drops
+
+    calm(pool)
+    _native.set_debug(True, False)
+    try:
+        assert drops(quiet_then=True) == 0
+        assert drops(quiet_then=False) > 0
+    finally:
+        _native.set_debug(False, False)
+
+
 def test_an_alarm_in_the_middle_of_a_backward_rings_again_after_it() -> None:
     class Takes(torch.autograd.Function):
         @staticmethod
@@ -384,6 +409,15 @@ def test_who_asked_to_be_shown_what_is_saved_is_shown_all_of_it(what: str, tmp_p
     before = saved()
     gradient(pool, 4)
     assert saved() > before
+
+
+def test_while_a_timeline_runs_no_step_is_quiet(tmp_path: Path) -> None:
+    pool = stagehand_alloc.pool(high=HIGH)
+    calm(pool)
+    with stagehand_alloc.timeline(tmp_path / "steps.json"), pool:
+        assert top() is not None
+    with pool:
+        assert top() is None
 
 
 def test_a_step_of_another_thread_is_followed_since_no_alarm_is_heard_there() -> None:
