@@ -330,23 +330,20 @@ class WorkloadWorker(worker.Worker):
             gc.collect()
             self.empty_cache()
             self._last = mode
-            if mode == FREE:
-                self._begin_without_budgets()
 
-    def _begin_without_budgets(self) -> None:
-        """As in a process that has no other budget, whose steps become quiet after a few."""
+    def _lead(self, mode: str, number: int, count: int) -> None:
+        self._enter(mode)
+        for at in range(max(count, self._forget_budgets()) if mode == FREE else count):
+            self._run(mode, LEAD_NUMBERS + number + at, lambda _: None)
+        self._synchronize()
+
+    def _forget_budgets(self) -> int:
+        """As in a process that has no other: after so many steps the next one is quiet."""
         from stagehand_alloc._step import device, quiet
 
         for one in device.process.devices():
             one.quiet.forget()
-        for at in range(quiet.FEW + 1):
-            self._run(FREE, LEAD_NUMBERS + at, lambda _: None)
-
-    def _lead(self, mode: str, number: int, count: int) -> None:
-        self._enter(mode)
-        for at in range(count):
-            self._run(mode, LEAD_NUMBERS + number + at, lambda _: None)
-        self._synchronize()
+        return quiet.FEW + 1
 
     def _run(self, mode: str, number: int, phase: workload_models.Phase) -> torch.Tensor:
         """The step's loss, which is kept until the next step's is there, as most programs do."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from training import evicting_everything
 
 import stagehand_alloc
 from stagehand_alloc import StepStats, _native
@@ -146,13 +147,10 @@ def test_steps_under_pressure_are_never_quiet_and_after_an_alarm_more_have_to_be
 
 def test_a_step_in_which_something_left_is_not_calm_however_little_was_in_use() -> None:
     pool = stagehand_alloc.pool(high=HIGH)
-    _native.set_debug(True, False)
-    try:
+    with evicting_everything():
         calm(pool, 3 * quiet.FEW)
         with pool:
             assert top() is not None
-    finally:
-        _native.set_debug(False, False)
 
 
 def test_room_is_what_the_device_has_where_that_is_less_than_the_budget(gpu: Any) -> None:
@@ -298,12 +296,9 @@ def test_after_an_alarm_nothing_is_dropped_before_a_leaf_was_seen() -> None:
         return found.drops
 
     calm(pool)
-    _native.set_debug(True, False)
-    try:
+    with evicting_everything():
         assert drops(quiet_then=True) == 0
         assert drops(quiet_then=False) > 0
-    finally:
-        _native.set_debug(False, False)
 
 
 def test_an_alarm_in_the_middle_of_a_backward_rings_again_after_it() -> None:

@@ -119,6 +119,9 @@ def test_a_pool_without_a_budget_is_timed_as_in_a_process_that_has_no_other(
         worker = WorkloadWorker(Settings(True, case.model, case.tiny, simulated=True))
         worker.build()
         worker.budgets({{FREE: None, "75": (8 << 20, 7 << 20)}})
+        worker.single("75", 0)
+        first = worker.single(FREE, 0)  # its first one, not one after some that lead
+        assert first["gained"]["activations_saved"] > 0
         for _ in range(2):
             assert worker.turn("75", 10, 1, 1)["quiet"] == 0
             assert worker.turn(FREE, 10, 1, 1)["quiet"] == 1
