@@ -187,6 +187,18 @@ void DeviceHeap::settle(Arena& arena, int not_ready) {
   drop_formers(arena, false, not_ready);
 }
 
+void DeviceHeap::settle_in_order(StreamClock& clock) {
+  for (const auto& arena : arenas_) {
+    if (&arena->clock != &clock || arena->key.graph != 0) {
+      continue;
+    }
+    for (const Block* b = arena->evicting.first(); b != nullptr; b = b->bin_next) {
+      clocks_.order_after(clock, b->fence);  // or later: the fence stays
+    }
+    settle(*arena, std::numeric_limits<int>::max());
+  }
+}
+
 const char* DeviceHeap::broken() const {
   Bytes mapped = 0;
   Bytes former = 0;

@@ -52,6 +52,9 @@ class DeviceHeap {
   // Evicting blocks whose fence is settled become free; old addresses whose use passed, holes.
   // Those that were not looked at for longest first, and no further than a few that are not ready.
   void settle(Arena& arena, int not_ready = kNotReady);
+  // All of them, in the arenas of this stream: it waits for what their fences say. Pieces under
+  // several small blocks can move then.
+  void settle_in_order(StreamClock& clock);
 
   // Step 3: maps room for `bytes` while mapped stays at or below `ceiling`; it is free memory.
   // Rounds up to whole pieces where that stays below `spare_ceiling`.

@@ -408,6 +408,9 @@ Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
   Status grown = Status::ok;
   Block* block = nullptr;
   // What is free elsewhere first: above `high` by what is lacking, not by all that is asked for.
+  if (arena.key.graph == 0) {
+    heap_.settle_in_order(arena.clock);
+  }
   if (arena.key.graph == 0 && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {
     block = heap_.take(arena, bytes);
     if (block == nullptr) {

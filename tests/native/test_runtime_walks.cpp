@@ -171,6 +171,31 @@ TEST("step 6: memory that is free in pieces makes one large block, again and aga
   rig.verify_empty();
 }
 
+// A piece of 2 MiB lies under several of them, whose copies end at different times.
+TEST("step 7: small tensors make way for a large request to the byte, and nobody waits") {
+  for (const bool copied : {false, true}) {
+    for (const Bytes each : {256_KiB, 768_KiB, 1_MiB}) {
+      CoreRig rig;
+      const driver::Stream s = rig.stream();
+      rig.budget(32_MiB, 28_MiB);
+      std::vector<Held> held;
+      for (Bytes bytes = 0; bytes < 30_MiB; bytes += each) {
+        held.push_back(rig.retain(each, s));
+        if (copied) {
+          stagehand_sim_drain();
+        }
+      }
+      const Tensor large = rig.make(20_MiB, s);
+      CHECK_EQ(rig.counters().overshoot_bytes, 0);
+      CHECK_EQ(rig.counters().mapped_peak, 32_MiB);
+      CHECK_EQ(rig.counters().gpu_wait_ns, 0);
+      rig.drop(large);
+      rig.back_all(held, s);
+      rig.verify_empty();
+    }
+  }
+}
+
 TEST("step 7: what cannot be evicted is overshot up to the limit, and counted") {
   CoreRig rig;
   const driver::Stream s = rig.stream();
