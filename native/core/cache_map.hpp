@@ -22,6 +22,7 @@
 #include "core/ranked_mutex.hpp"
 #include "core/survivors.hpp"
 #include "core/torch_side.hpp"
+#include "core/walls.hpp"
 
 namespace stagehand::core {
 
@@ -106,28 +107,29 @@ class CacheMap {
   void begin_step();
   // What is asked for from here on, until the next step begins, is no survivor, but may be for a
   // gradient that stays, if those may take any: so much at most. For such torch reserves no more
-  // than `roof`.
-  void end_saving(Bytes gradients, Bytes roof);
+  // than `roof`. `walls`: what of `young` is there and cannot leave; they may take as much.
+  void end_saving(Bytes most, Bytes roof, std::vector<Walls::One> walls = {});
   // As of KeptGradients.
   void end_backward();
   bool follows();
   bool knows_gradients();
-  // What segments of large blocks grow by until those have room that are known, and not there. None
-  // for the stream that they are served from.
-  Bytes growth_of_gradients(driver::Stream stream);
+  // What segments of large blocks grow by until those gradients and walls have room that are known,
+  // and not there. None for the stream that they are served from.
+  Bytes growth_apart(driver::Stream stream);
   // The same once all that is free has gone back.
-  Bytes missing_gradients();
+  Bytes missing_apart();
   bool is_apart(driver::Stream stream);
   // Before begin_step: what may be survivors of the step that ends, or its gradients, as far as any
-  // can be. Then those that are.
+  // can be. Then those that are. For walls torch reserves no more than `walls_roof`.
   struct Young {
     Address address = 0;
     Survivors::One block;
-    bool of_backward = false;  // then `nth` is KeptGradients'
+    bool of_backward = false;   // then `nth` is KeptGradients'
+    std::uint32_t request = 0;  // Walls' number of it; 0: none
   };
   std::vector<Young> young();
   void serve_apart(const std::vector<Survivors::One>& survivors, Bytes most,
-                   const std::vector<KeptGradients::Left>& gradients);
+                   const std::vector<KeptGradients::Left>& gradients, Bytes walls_roof = 0);
   // On whose blocks a request that the program makes on that stream now should be served.
   driver::Stream place(Bytes bytes, driver::Stream stream);
   // As of Survivors, and of KeptGradients.
@@ -206,8 +208,10 @@ class CacheMap {
   };
   struct Order {  // of a block among those since the step began
     std::uint64_t serial = 0;
-    Bytes bytes = 0;        // that were asked for, in whole units
-    std::uint32_t nth = 0;  // of that size; 0 where it is not counted
+    Bytes bytes = 0;            // that were asked for, in whole units
+    std::uint32_t nth = 0;      // of that size; 0 where it is not counted
+    std::uint32_t request = 0;  // Walls' number of it; 0: none
+    bool wall = false;          // and it was served apart for that
   };
   using Lives = std::pmr::map<Address, Bytes>;
   using Holes = std::pmr::multiset<Bytes>;
@@ -238,6 +242,7 @@ class CacheMap {
   void begin_streams();
   // cache_map_survivors.cpp
   std::uint32_t number(const CacheEvent& event, Bytes bytes);
+  void number_wall(const CacheEvent& event, Order* order);
   bool has_room_apart(driver::Stream apart, Bytes bytes, Bytes roof) const;
 
   static constexpr std::uint64_t kSaving = ~std::uint64_t{0};
@@ -253,8 +258,10 @@ class CacheMap {
   std::uint64_t saving_until_ = kSaving;  // the serial then
   Alarm alarm_;
   Survivors survivors_;
+  Walls walls_;
   KeptGradients gradients_{&nodes_};
   Bytes gradients_roof_ = 0;
+  Bytes walls_roof_ = 0;
   bool marks_young_ = false;
   Bytes small_ = 0;                     // reserved in segments of small blocks
   Bytes small_peak_ = 0;                // since the step began

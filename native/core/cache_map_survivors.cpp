@@ -18,24 +18,27 @@ std::vector<CacheMap::Young> CacheMap::young() {
     const Segment* const segment = segments_.around(address);
     if (segment != nullptr && segment->releasable()) {
       const driver::Stream stream = survivors_.asked_on(segment->owner.stream);
-      all.push_back({address, {order.bytes, order.nth, stream}, order.serial > saving_until_});
+      all.push_back(
+          {address, {order.bytes, order.nth, stream}, order.serial > saving_until_, order.request});
     }
   });
   return all;
 }
 
 void CacheMap::serve_apart(const std::vector<Survivors::One>& survivors, Bytes most,
-                           const std::vector<KeptGradients::Left>& gradients) {
+                           const std::vector<KeptGradients::Left>& gradients, Bytes walls_roof) {
   const Lock lock(mutex_);
+  walls_roof_ = walls_roof;
   survivors_.begin_step(survivors, most);
   gradients_.begin_step(gradients);
 }
 
-void CacheMap::end_saving(Bytes gradients, Bytes roof) {
+void CacheMap::end_saving(Bytes most, Bytes roof, std::vector<Walls::One> walls) {
   const Lock lock(mutex_);
   saving_until_ = std::min(saving_until_, serial_);
-  if (gradients > 0) {
-    gradients_.begin_backward(gradients);
+  walls_.end_saving(std::move(walls), most);
+  if (most > 0) {
+    gradients_.begin_backward(most);
     gradients_roof_ = roof;
   }
 }
@@ -60,6 +63,16 @@ std::uint32_t CacheMap::number(const CacheEvent& event, Bytes bytes) {
   return counts ? gradients_.served(event.address, bytes, survivors_.asked_on(event.stream)) : 0;
 }
 
+void CacheMap::number_wall(const CacheEvent& event, Order* order) {
+  if (!walls_.counts() || order->bytes <= kSmallLimit || event.ours) {
+    return;
+  }
+  const driver::Stream stream = survivors_.asked_on(event.stream);
+  order->request = walls_.served(stream);
+  order->wall = event.stream != stream && walls_.wants(stream, order->request);
+  walls_.came(order->wall ? order->bytes : 0);
+}
+
 bool CacheMap::has_room_apart(driver::Stream apart, Bytes bytes, Bytes roof) const {
   return largest_hole_of(Owner{apart}) >= bytes ||
          fits_under(usage_.reserved, growth_of(bytes), roof);
@@ -81,6 +94,9 @@ driver::Stream CacheMap::place(Bytes bytes, driver::Stream stream) {
       has_room_apart(*apart, bytes, gradients_roof_)) {
     return *apart;
   }
+  if (walls_.wants(stream) && has_room_apart(*apart, bytes, walls_roof_)) {
+    return *apart;
+  }
   return survivors_.place(bytes, stream);
 }
 
@@ -89,9 +105,9 @@ bool CacheMap::knows_gradients() {
   return gradients_.knows_any();
 }
 
-Bytes CacheMap::missing_gradients() {
+Bytes CacheMap::missing_apart() {
   const Lock lock(mutex_);
-  return gradients_.missing();
+  return gradients_.missing() + walls_.missing();
 }
 
 bool CacheMap::is_apart(driver::Stream stream) {
@@ -99,9 +115,9 @@ bool CacheMap::is_apart(driver::Stream stream) {
   return survivors_.is_apart(stream);
 }
 
-Bytes CacheMap::growth_of_gradients(driver::Stream stream) {
+Bytes CacheMap::growth_apart(driver::Stream stream) {
   const Lock lock(mutex_);
-  const Bytes missing = gradients_.missing();
+  const Bytes missing = gradients_.missing() + walls_.missing();
   if (missing == 0 || survivors_.is_apart(stream)) {
     return 0;
   }
@@ -114,16 +130,20 @@ Bytes CacheMap::growth_of_gradients(driver::Stream stream) {
 
 std::uint64_t CacheMap::survivor_sizes() {
   const Lock lock(mutex_);
-  return survivors_.sizes() | gradients_.sizes();
+  return walls_.looks() ? ~std::uint64_t{0} : survivors_.sizes() | gradients_.sizes();
 }
 
 std::optional<driver::Stream> CacheMap::lacks_apart() {
   const Lock lock(mutex_);
-  const auto& asked = gradients_.streams();
-  const auto lacking = std::find_if(asked.begin(), asked.end(), [&](driver::Stream stream) {
-    return !survivors_.apart_of(stream).has_value();
-  });
-  return lacking != asked.end() ? std::optional(*lacking) : survivors_.lacks();
+  for (const auto* asked : {&gradients_.streams(), &walls_.streams()}) {
+    const auto lacking = std::find_if(asked->begin(), asked->end(), [&](driver::Stream stream) {
+      return !survivors_.apart_of(stream).has_value();
+    });
+    if (lacking != asked->end()) {
+      return *lacking;
+    }
+  }
+  return survivors_.lacks();
 }
 
 void CacheMap::give_apart(driver::Stream stream, driver::Stream apart) {

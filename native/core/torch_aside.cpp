@@ -137,7 +137,7 @@ Bytes TorchStore::map_whole(Entry& entry, Bytes target) {
     released = release_cached().value_or(0);
     // With those of steps before, whether they went back just now or when the program emptied the
     // cache: a page more or less, and what a plan took in its trials is not what it takes.
-    const Bytes besides = room_for_small() + cache_.growth_of_gradients(nullptr);
+    const Bytes besides = room_for_small() + cache_.growth_apart(nullptr);
     std::size_t driver_free = 0;
     std::size_t total = 0;
     if (d_.gate.table().mem_get_info(&driver_free, &total) ==
@@ -199,8 +199,7 @@ void TorchStore::map_ahead(Entry& entry, RecordId id, Bytes target) {
     return;
   }
   refresh();
-  const Bytes there =
-      d_.counters.mapped + room_for_small() + cache_.growth_of_gradients(owner->stream);
+  const Bytes there = d_.counters.mapped + room_for_small() + cache_.growth_apart(owner->stream);
   const Bytes whole = CacheMap::whole_pages(0, target - std::min(target, there));
   if (whole == 0) {
     return;

@@ -43,7 +43,7 @@ Bytes TorchStore::growth_for(Bytes request) {
 // Nothing goes back while a MemPool serves: what one stream's memory grows by, no other stream has.
 // Else room is kept for gradients alone, which stay.
 Bytes TorchStore::room_for_others(driver::Stream stream) {
-  return route_.here() ? cache_.growth_of_others(stream) : cache_.growth_of_gradients(stream);
+  return route_.here() ? cache_.growth_of_others(stream) : cache_.growth_apart(stream);
 }
 
 // Others use the device too, and torch asks only once: what growth may reach at most.

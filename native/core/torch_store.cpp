@@ -196,14 +196,30 @@ std::optional<Bytes> TorchStore::release_cached() {
 void TorchStore::handed_out(Record& record) {
   record.block->owned_by_torch = true;  // as soon as the caller has made its tensor
   watch(record);
-  if (std::exchange(saving_, false)) {
-    constexpr Bytes kPart = 4;  // of the budget
-    const bool counts = held_.side().places != 0 && (pressed_ || has_left());
-    const Bytes roof = cache_.knows_gradients() ? roof_of_driver(0, d_.ceiling()) : 0;
-    cache_.end_saving(counts ? d_.budget.high / kPart : 0, roof - std::min(roof, room_for_small()));
-    counts_gradients_.store(counts, std::memory_order_relaxed);
-    settle_apart();
+}
+
+bool TorchStore::saves_on(driver::Stream stream) const {
+  return std::find(saves_on_.begin(), saves_on_.end(), stream) != saves_on_.end();
+}
+
+// What of the step's blocks is there by now, and cannot leave, is a wall.
+void TorchStore::backward_begins() {
+  constexpr Bytes kPart = 4;  // of the budget
+  const bool counts = held_.side().places != 0 && (pressed_ || has_left());
+  const Bytes most = counts ? d_.budget.high / kPart : 0;
+  poll_newest(watched_.size());
+  std::vector<Walls::One> walls;
+  for (const CacheMap::Young& one : counts ? cache_.young() : std::vector<CacheMap::Young>{}) {
+    const bool may = one.request != 0 && saves_on(one.block.stream);
+    const Block* const held = may ? held_.at(one.address) : nullptr;
+    if (may && (held == nullptr || held->state == BlockState::live)) {
+      walls.push_back({one.block.stream, one.request, one.block.bytes});
+    }
   }
+  const Bytes roof = cache_.knows_gradients() ? roof_of_driver(0, d_.ceiling()) : 0;
+  cache_.end_saving(most, roof - std::min(roof, room_for_small()), std::move(walls));
+  counts_gradients_.store(counts, std::memory_order_relaxed);
+  settle_apart();
 }
 
 std::uint64_t TorchStore::device_bit() const { return std::uint64_t{1} << d_.number; }
@@ -321,6 +337,9 @@ void TorchStore::refresh() {
 void TorchStore::look_around(Entry& entry) {
   refresh();
   poll();
+  if (std::exchange(saving_, false)) {
+    backward_begins();
+  }
   leave_later(entry);
   set_aside(entry);
 }
@@ -362,7 +381,7 @@ bool TorchStore::begin_step(Bytes target) {
   start_anew_ |= squeezed_ && !raised_ && !cache_.by_pages() && !whole_ &&
                  times_whole_ < kTimesWhole && maps_whole();
   serve_apart();
-  start_anew_ |= gradients_lack_room();
+  start_anew_ |= room_lacks_apart();
   const bool aside = segments_.step_had_pool() && squeezed_ && cache_.releasable() >= kAside;
   // What the program has given back since that step would be mapped again a request at a time, in
   // pieces that hold no larger one. A MemPool has segments of its own.
@@ -379,8 +398,8 @@ bool TorchStore::begin_step(Bytes target) {
 }
 
 // Those of the cycle that begins: what the steps before have mapped leaves none. Once for so many.
-bool TorchStore::gradients_lack_room() {
-  const Bytes lacking = cache_.growth_of_gradients(nullptr);
+bool TorchStore::room_lacks_apart() {
+  const Bytes lacking = cache_.growth_apart(nullptr);
   return lacking > 0 && !fits_under(d_.counters.mapped, lacking + room_for_small(), d_.ceiling()) &&
          lacking > std::exchange(most_lacking_, std::max(lacking, most_lacking_));
 }
@@ -398,16 +417,16 @@ void TorchStore::serve_apart() {
       continue;
     }
     const auto& [bytes, nth, stream] = one.block;
-    const bool beside = std::find(saves_on_.begin(), saves_on_.end(), stream) != saves_on_.end();
     if (!one.of_backward) {
       survivors.push_back(one.block);
-    } else if (nth != 0 && beside) {
+    } else if (nth != 0 && saves_on(stream)) {
       gradients.push_back({one.address, {stream, bytes, nth}});
     }
   }
   saves_on_.clear();
   cache_.begin_step();
-  cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0, gradients);
+  cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0, gradients,
+                     d_.ceiling() - std::min(d_.ceiling(), room_for_small()));
   saving_ = true;
   gave_back_ = false;
   settle_apart();
@@ -523,7 +542,7 @@ Bytes TorchStore::trim(Entry& entry, Bytes target) {
   take_stuck();
   end_aside();
   refresh();
-  const Bytes besides = room_for_small() + cache_.missing_gradients() + kPages;
+  const Bytes besides = room_for_small() + cache_.missing_apart() + kPages;
   const Bytes most = target - std::min(target, d_.counters.occupied + besides);
   const CacheMap::Hole hole = cache_.largest_hole();
   const Bytes stays = std::min(hole.bytes, but_for_others(most));

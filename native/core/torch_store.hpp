@@ -169,7 +169,9 @@ class TorchStore final : public Store {
   bool end_aside();
   bool serves_here(const CacheMap::Owner& owner);
   void serve_apart();
-  bool gradients_lack_room();
+  bool room_lacks_apart();
+  void backward_begins();
+  bool saves_on(driver::Stream stream) const;  // this step, so far
   void settle_apart();  // streams and bits, after what is served apart has changed
   bool in_capture(driver::Stream stream);
   bool has_left() const;  // any record since the pool was entered

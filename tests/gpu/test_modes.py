@@ -35,6 +35,7 @@ from steps import (
     warmed_up,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 on_torch = pytest.mark.parametrize("mode", ON_TORCH)
 STEPS = 3  # one to learn the plan, two that follow it
@@ -176,6 +177,48 @@ def test_what_outlives_its_step_is_served_apart_and_keeps_its_bytes(torch_books:
     assert len(set(streams)) == 2
     assert bool((kept[-1] == 7).all())
     assert pool.stats().overshoot_bytes == 0
+
+
+class Widening(nn.Module):
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + down
+
+
+def test_what_checkpoints_are_given_lies_apart_and_no_step_waits_for_the_gpu(
+    torch_books: None,
+) -> None:
+    import stagehand_alloc
+
+    streams: list[list[int]] = []
+
+    def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+        streams.append([])
+        for block in model.children():
+            x = checkpoint(block, x, use_reentrant=False, context_fn=stagehand_alloc.when_needed)
+            streams[-1].append(stream_of(x))
+        return x.pow(2).mean()
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Widening() for _ in range(8))).cuda(), rows()
+    expected = one_step(model, x, loss_of=checkpointed)
+    pool = budget_on_torch("native", 450 * MIB)
+    for _ in range(8):
+        assert one_step(model, x, pool, checkpointed) == expected
+    before = pool.stats()
+    for _ in range(STEPS):
+        assert one_step(model, x, pool, checkpointed) == expected
+    after = pool.stats()
+    assert set(streams[1]) == {0}
+    assert 0 not in streams[-1][:-1]  # the last one's is what the loss is of
+    assert after.dropped_bytes + after.evicted_bytes > before.dropped_bytes + before.evicted_bytes
+    assert after.host_waits == before.host_waits
+    assert after.overshoot_bytes == 0
 
 
 def adamw_steps(

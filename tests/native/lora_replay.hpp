@@ -137,11 +137,10 @@ struct HeapTensors : StoreTensors<CoreRig, Saved> {
     CHECK_EQ(saved.refusal, Refusal::none);
     return std::make_shared<Record>(Record{saved, ns, from});
   }
-  // Its bytes are made on the stream, which takes so long, and are its own from here on.
-  void give(const Record& record, driver::Stream on, std::uint64_t ns) {
+  // Its bytes are made on the stream, and are its own from here on.
+  void give(const Record& record, driver::Stream on) {
     const RecordId id = record.saved.record;
     const Address made = rig.allocate(rig.runtime->bytes_of(id), on);
-    CHECK_EQ(keep_busy(on, ns), driver::kSuccess);
     CHECK(rig.runtime->refill(id, made, on));
     CHECK(rig.runtime->free(made));
   }
@@ -205,9 +204,8 @@ struct HeldTensors : StoreTensors<HeldRig, SavedTensor> {
     return std::make_shared<Record>(
         Record{{saved.record, saved.offset, bytes, 0, saved.refusal}, ns, from});
   }
-  void give(const Record& record, driver::Stream on, std::uint64_t ns) {
+  void give(const Record& record, driver::Stream on) {
     const Made made = make(rig.runtime->bytes_of(record.saved.record), on);
-    CHECK_EQ(keep_busy(on, ns), driver::kSuccess);
     refill(record.saved.record, made, on);
   }
   Alias alias(const Held& held, driver::Stream on) { return unpack(*held, on); }
@@ -433,9 +431,8 @@ class LoraReplay {
     if (what.nodes && recipes_.empty()) {
       find_recipes();
     }
-    if (what.per_region > 0) {
-      find_regions(what.per_region);
-    }
+    per_region_ = what.per_region;
+    find_regions();
     tensors_.run_again = [this](std::uint64_t record) { run_again(record); };
   }
   ~LoraReplay() {
@@ -484,6 +481,7 @@ class LoraReplay {
     sizes_ = block_bytes(events_);
     recipes_ = model.recipes;
     plain_us_ = model.plain_us();
+    find_regions();
   }
   static constexpr Bytes others() { return kOthers; }
   // torch.cuda.empty_cache() between two steps.
@@ -616,72 +614,104 @@ class LoraReplay {
     }
   }
 
-  // One run of a region: when it and its blocks begin, and when it saves what, as recorded.
+  // One run of a region: when it and its blocks begin, and what it asks for and saves, as recorded.
   struct Call {
-    struct Save {
-      std::uint64_t record = 0;
-      std::uint64_t us = 0;
-      std::size_t block = 0;
-    };
     std::uint64_t begin_us = 0;
     std::size_t first = 0;  // block
-    std::vector<Save> saves;
+    std::size_t begin = 0;  // line of the trace
     std::uint64_t since = 0;
   };
 
-  void find_regions(std::size_t blocks) {
+  void find_regions() {
+    const std::size_t blocks = per_region_;
+    calls_.clear();
+    call_of_.clear();
     std::uint64_t us = 0;
-    std::size_t block = 0;
     bool inside = false;
-    for (const Event& event : events_) {
+    for (std::size_t i = 0; i < events_.size() && blocks > 0; ++i) {
+      const Event& event = events_[i];
       us = event.kind == 't' ? event.a : us;
       if (event.kind == 'e') {
         inside = event.b == 0 || (event.b == 1 && (event.a + 1) % blocks != 0);
-        block = event.a;
         if (event.b == 0 && event.a % blocks == 0) {
-          calls_.push_back({us, block, {}, 0});
+          calls_.push_back({us, event.a, i, 0});
         }
-      } else if (event.kind == 's' && inside && call_of_.emplace(event.a, calls_.size()).second) {
-        calls_.back().saves.push_back({event.a, us, block});
+      } else if (event.kind == 's' && inside) {
+        call_of_.emplace(event.a, Place{calls_.size(), i});
       }
     }
   }
 
-  // As far as the last of what was dropped.
+  // As far as the last of what was dropped. It asks for what forward did.
   void run_again(std::uint64_t asked) {
     Runtime& runtime = *rig_.runtime;
-    const Call& call = calls_.at(call_of_.at(asked) - 1);
-    const auto dropped = [&](const typename Call::Save& save) {
-      const auto found = records_.find(save.record);
+    const std::size_t number = call_of_.at(asked).call;
+    const Call& call = calls_.at(number - 1);
+    const auto dropped = [&](std::uint64_t record) {
+      const auto found = records_.find(record);
       return found != records_.end() && runtime.dropped(found->second->saved.record);
     };
-    const auto last = std::find_if(call.saves.rbegin(), call.saves.rend(), dropped);
-    CHECK(last != call.saves.rend());
-    const RecordId id = records_.at(last->record)->saved.record;
+    std::size_t end = call.begin;
+    RecordId id;
+    std::map<std::uint64_t, std::uint64_t> made_for;  // blocks of the trace
+    for (const auto& [record, place] : call_of_) {
+      if (place.call == number && dropped(record)) {
+        made_for[events_[place.line].b] = record;
+        if (place.line >= end) {
+          end = place.line + 1;
+          id = records_.at(record)->saved.record;
+        }
+      }
+    }
+    CHECK(end > call.begin);
     runtime.note_rerun();
     runtime.making(id, stream_);
-    std::uint64_t us = call.begin_us;
-    std::size_t block = call.first;
-    weights_.again(block);
-    for (auto save = call.saves.begin(); save != last.base(); ++save) {
-      while (block < save->block) {
-        weights_.again(++block);
+    std::map<std::uint64_t, typename Tensors::Made> others;
+    std::uint64_t before_us = call.begin_us;
+    for (std::size_t i = call.begin; i < end; ++i) {
+      const Event& event = events_[i];
+      switch (event.kind) {
+        case 'e':
+          if (event.b == 0) {
+            weights_.again(event.a);
+          }
+          break;
+        case 't':
+          CHECK_EQ(keep_busy(stream_, 1000 * (event.a - std::exchange(before_us, event.a))),
+                   driver::kSuccess);
+          break;
+        case 'a':
+          if (!made_for.contains(event.a)) {
+            others.emplace(event.a, tensors_.make(event.b, streams_.of(event, rig_)));
+          }
+          break;
+        case 'f':
+          if (const auto other = others.find(event.a); other != others.end()) {
+            tensors_.drop(other->second);
+            others.erase(other);
+          }
+          break;
+        case 's':
+          if (const auto found = made_for.find(event.b);
+              found != made_for.end() && found->second == event.a && dropped(event.a)) {
+            tensors_.give(*records_.at(event.a), stream_);
+          }
+          break;
+        default:
+          break;
       }
-      const std::uint64_t ns = 1000 * (save->us - std::exchange(us, save->us));
-      if (dropped(*save)) {
-        tensors_.give(*records_.at(save->record), stream_, ns);
-      } else {
-        CHECK_EQ(keep_busy(stream_, ns), driver::kSuccess);
-      }
+    }
+    for (const auto& [block, made] : others) {
+      tensors_.drop(made);
     }
     runtime.made(id, stream_, true);
   }
 
   Inside inside(std::uint64_t record) const {
     const auto found = call_of_.find(record);
-    return found == call_of_.end()
-               ? Inside{}
-               : Inside{steps_ * calls_.size() + found->second, calls_[found->second - 1].since};
+    return found == call_of_.end() ? Inside{}
+                                   : Inside{steps_ * calls_.size() + found->second.call,
+                                            calls_[found->second.call - 1].since};
   }
 
   void play(const Event& event) {
@@ -769,8 +799,13 @@ class LoraReplay {
   driver::Stream stream_ = rig_.stream();
   TraceStreams streams_{stream_};
   BlockWeights weights_;
+  std::size_t per_region_ = 0;  // blocks; 0: there are no regions
   std::vector<Call> calls_;
-  std::map<std::uint64_t, std::size_t> call_of_;  // of a record, from 1 on
+  struct Place {
+    std::size_t call = 0;  // from 1 on
+    std::size_t line = 0;
+  };
+  std::map<std::uint64_t, Place> call_of_;  // of a record, at its first save
   std::uint64_t steps_ = 0;
   typename Tensors::Made others_{};
   std::vector<typename Tensors::Made> of_optimizer_;

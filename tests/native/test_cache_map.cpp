@@ -483,20 +483,20 @@ TEST("what a backward left is let go of before it is free, and then no gradient 
   CHECK(map.follows());
   map.end_saving(64_MiB, 64_MiB);
   CHECK(map.knows_gradients());
-  CHECK_EQ(map.missing_gradients(), 0);
+  CHECK_EQ(map.missing_apart(), 0);
   let_go(4_MiB);
-  CHECK_EQ(map.missing_gradients(), 0);  // no room is to be had for it yet
+  CHECK_EQ(map.missing_apart(), 0);  // no room is to be had for it yet
   map.freed(4_MiB, 4_MiB);
-  CHECK_EQ(map.missing_gradients(), 4_MiB);
-  CHECK_EQ(map.growth_of_gradients(map.stream), 4_MiB);
+  CHECK_EQ(map.missing_apart(), 4_MiB);
+  CHECK_EQ(map.growth_apart(map.stream), 4_MiB);
   int apart = 0;
   map.give_apart(map.stream, &apart);
   map.stream = &apart;
   map.segment(64_MiB, 20_MiB);
-  CHECK_EQ(map.growth_of_gradients(&map.stream_here), 0);
+  CHECK_EQ(map.growth_apart(&map.stream_here), 0);
   map.alloc(64_MiB, 18_MiB);
-  CHECK_EQ(map.growth_of_gradients(&map.stream_here), 2_MiB);
-  CHECK_EQ(map.growth_of_gradients(&apart), 0);
+  CHECK_EQ(map.growth_apart(&map.stream_here), 2_MiB);
+  CHECK_EQ(map.growth_apart(&apart), 0);
 }
 
 TEST("where segments are expandable a request grows the cache by pages of one") {

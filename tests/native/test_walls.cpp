@@ -1,0 +1,241 @@
+// What a program keeps from forward to backward, as checkpoints do with what
+// they are given, is served from blocks of a stream of its own: it lay between
+// what leaves.
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/walls.hpp"
+#include "native/first_steps.hpp"
+#include "native/lora_replay.hpp"
+#include "native/trace_recipes.hpp"
+
+namespace stagehand::core::test {
+namespace {
+
+int g_places[3];  // what streams are told apart by
+driver::Stream stream(int number) { return &g_places[number]; }
+
+std::vector<Walls::One> walls(std::initializer_list<std::uint32_t> numbers, int on = 0) {
+  std::vector<Walls::One> all;
+  for (const std::uint32_t number : numbers) {
+    all.push_back({stream(on), number, 4_MiB});
+  }
+  return all;
+}
+
+void step(Walls& of, const std::vector<Walls::One>& there, Bytes most = 1_GiB) {
+  of.begin_step();
+  of.end_saving(there, most);
+}
+
+// Which of the next step's requests on that stream are wanted apart.
+std::vector<std::uint32_t> wanted(Walls& of, int on = 0) {
+  of.begin_step();
+  std::vector<std::uint32_t> found;
+  for (std::uint32_t i = 1; i <= 64; ++i) {
+    if (of.wants(stream(on))) {
+      found.push_back(i);
+    }
+    CHECK_EQ(of.served(stream(on)), i);
+  }
+  return found;
+}
+
+TEST(
+    "what was a wall in two steps in a row is one in the next, by its number "
+    "on its stream") {
+  Walls of;
+  step(of, walls({9, 3, 21, 15, 27}));
+  CHECK(wanted(of).empty());
+  of.end_saving(walls({3, 9, 15, 20, 21, 27}), 1_GiB);
+  CHECK((wanted(of) == std::vector<std::uint32_t>{3, 9, 15, 21, 27}));
+  CHECK(wanted(of, 1).empty());
+  CHECK((of.streams() == std::vector{stream(0)}));
+}
+
+TEST("what is no wall any more is none in the step after that") {
+  Walls of;
+  step(of, walls({3, 9, 15, 21, 27}));
+  step(of, walls({3, 9, 15, 21, 27}));
+  step(of, walls({3, 9, 15, 21}));
+  CHECK((wanted(of) == std::vector<std::uint32_t>{3, 9, 15, 21}));
+  of.end_saving({}, 1_GiB);
+  CHECK(wanted(of).empty());
+  CHECK_EQ(of.missing(), 0);
+}
+
+TEST("a few walls, and such as take too much, stay where they are") {
+  Walls of;
+  step(of, walls({3, 9, 15}));
+  step(of, walls({3, 9, 15}));
+  CHECK(wanted(of).empty());
+  of.end_saving(walls({3, 9, 15, 21}), 1_GiB);
+  step(of, walls({3, 9, 15, 21}), 15_MiB);
+  CHECK(wanted(of).empty());
+  CHECK_EQ(of.missing(), 0);
+}
+
+TEST(
+    "room is wanted for the walls that are not there, the most of the last "
+    "steps") {
+  Walls of;
+  step(of, walls({3, 9, 15, 21}));
+  step(of, walls({3, 9, 15, 21}));
+  CHECK_EQ(of.missing(), 16_MiB);
+  of.begin_step();
+  of.came(4_MiB);
+  of.came(4_MiB);
+  CHECK_EQ(of.missing(), 8_MiB);
+  of.went(4_MiB);
+  CHECK_EQ(of.missing(), 12_MiB);
+  std::vector<Walls::One> less = walls({3, 9, 15, 21});
+  for (Walls::One& one : less) {
+    one.bytes = 1_MiB;
+  }
+  of.end_saving(less, 1_GiB);
+  of.begin_step();
+  CHECK_EQ(of.missing(), 15_MiB);  // a 16th is forgotten
+}
+
+TEST("nothing is wanted once backward has begun") {
+  Walls of;
+  step(of, walls({1, 2, 3, 4}));
+  step(of, walls({1, 2, 3, 4}));
+  CHECK(!of.wants(stream(0)));
+  of.begin_step();
+  CHECK(of.wants(stream(0)));
+  of.end_saving(walls({1, 2, 3, 4}), 1_GiB);
+  CHECK(!of.wants(stream(0)));
+}
+
+// --- Recorded steps
+
+// A recorded Llama whose blocks are regions, each of which keeps what it was
+// given until its backward is done. All of it is so many times as large.
+LoraModel in_regions(double by, bool expandable) {
+  constexpr const char* kTrace = "llama.txt";
+  constexpr Bytes kGiven = 16_MiB;
+  constexpr std::uint64_t kFirstGiven = 1'000'000;  // number of a block of memory
+  const std::vector<Region> regions = blocks_of(kTrace);
+  const auto scaled = [by](Bytes bytes) {
+    const auto whole = static_cast<Bytes>(static_cast<double>(bytes) * by);
+    return bytes < 1_KiB ? bytes : round_up(whole, kBlockUnit);
+  };
+  const auto time = [by](std::uint64_t us) {
+    return static_cast<std::uint64_t>(static_cast<double>(us) * by);
+  };
+  std::vector<Event> events = read_trace(kTrace);
+  std::map<std::uint64_t, std::size_t> region_of;  // of a record
+  std::vector<std::size_t> last(regions.size());   // lines of their last records' ends
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < events.size(); ++i) {
+    Event& event = events[i];
+    at += at < regions.size() && i == regions[at].end ? 1 : 0;
+    switch (event.kind) {
+      case 'a':
+        event.b = scaled(event.b);
+        break;
+      case 's':
+        event.first = scaled(event.first);
+        event.last = scaled(event.last);
+        if (at < regions.size() && i >= regions[at].begin) {
+          region_of.emplace(event.a, at);
+        }
+        break;
+      case 't':
+        event.a = time(event.a);
+        event.b = time(event.b);
+        break;
+      case 'h':
+        if (const auto found = region_of.find(event.a); found != region_of.end()) {
+          last[found->second] = i;
+        }
+        break;
+      default:
+        break;
+    }
+  }
+  LoraModel model;
+  model.expandable = expandable;
+  at = 0;
+  for (std::size_t i = 0; i < events.size(); ++i) {
+    if (at < regions.size() && i == regions[at].begin) {
+      model.events.push_back({'e', at, 0, 0, 0});
+      model.events.push_back({'a', kFirstGiven + at, scaled(kGiven), 0, 0});
+    }
+    model.events.push_back(events[i]);
+    if (at < regions.size() && i + 1 == regions[at].end) {
+      model.events.push_back({'e', at++, 1, 0, 0});
+    }
+    for (std::size_t region = 0; region < regions.size(); ++region) {
+      if (last[region] == i) {
+        model.events.push_back({'f', kFirstGiven + region, 0, 0, 0});
+      }
+    }
+  }
+  return model;
+}
+
+struct Seen {
+  int over = 0;      // steps
+  double waits = 0;  // for the GPU, a step
+};
+
+// After the first ones, waits after some more. `varies`: each is of another size.
+Seen seen_in(double share, bool expandable, bool varies) {
+  constexpr int kFirst = 4;
+  constexpr int kSettled = 16;
+  constexpr int kSteps = 40;
+  const auto use = measured<HeldSide>("llama.txt");
+  const Bytes high = LoraReplay<HeldTensors, NoWeights>::others() +
+                     static_cast<Bytes>(share * static_cast<double>(use.peak - use.start));
+  LoraReplay<HeldTensors, NoWeights> replay(in_regions(1, expandable), high,
+                                            lora_machine(on_one_link), Recomputes{false, 1});
+  std::minstd_rand random(5);
+  std::uniform_real_distribution<double> sizes(0.5, 1.0);
+  Seen seen;
+  std::uint64_t before = 0;
+  for (int i = 0; i < kSteps; ++i) {
+    if (varies && i > 0) {
+      replay.follow(in_regions(std::round(sizes(random) * 256) / 256, expandable));
+    }
+    before = i == kSettled ? replay.counters().host_waits : before;
+    const LoraStep step = replay.step();
+    seen.over += i >= kFirst && step.over > 0 ? 1 : 0;
+  }
+  seen.waits = static_cast<double>(replay.counters().host_waits - before) / (kSteps - kSettled);
+  return seen;
+}
+
+// Where they lie between what leaves, 12 and 2 steps go over, at 50 and 75 %.
+TEST(
+    "steps of regions that keep what they are given stay below high, whatever "
+    "their sizes") {
+  for (const double share : {0.5, 0.75}) {
+    const Seen seen = seen_in(share, false, true);
+    CHECK_EQ(seen.over, 0);
+    CHECK(seen.waits <= 0.5);
+  }
+}
+
+// Where they lie between what leaves, 2.5 and 1.5 waits.
+TEST(
+    "in expandable segments such steps seldom give memory back, for which the "
+    "GPU is waited for") {
+  CHECK(seen_in(0.5, true, true).waits <= 1.5);
+  CHECK(seen_in(0.75, true, true).waits <= 0.7);
+}
+
+// 4 and 2 steps go over likewise.
+TEST("steps of one size of such regions stay below high") {
+  CHECK_EQ(seen_in(0.5, false, false).over, 0);
+  CHECK_EQ(seen_in(0.75, false, false).over, 0);
+}
+
+}  // namespace
+}  // namespace stagehand::core::test
+
+STAGEHAND_TEST_MAIN()
