@@ -235,9 +235,9 @@ void CacheMap::remove_range(const CacheEvent& event) {
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (marks_young_) {
-    Order order{++serial_, bytes, number(event, bytes)};
-    number_wall(event, &order);
-    young_.put(event.address, order);
+    const bool counts = bytes > kSmallLimit && !event.ours && event.pool[0] == 0;
+    young_.put(event.address, {++serial_, bytes, number(event, bytes),
+                               counts ? walls_.served(survivors_.asked_on(event.stream)) : 0});
   }
   if (!event.ours) {
     largest_request_ = std::max(largest_request_, bytes);
@@ -284,8 +284,6 @@ void CacheMap::free(const CacheEvent& event) {
     kept_.erase(event.address);
   }
   if (marks_young_) {
-    const Order* const order = young_.find(event.address);
-    walls_.went(order != nullptr && order->wall ? order->bytes : 0);
     young_.erase(event.address);
   }
   Segment* const found = segments_.around(event.address);
@@ -415,7 +413,6 @@ void CacheMap::begin_step() {
   small_peaks_ = {std::exchange(small_peak_, small_), small_peaks_.front()};
   begin_large();
   begin_streams();
-  walls_.begin_step();
 }
 
 std::uint64_t CacheMap::serial() {
@@ -546,9 +543,9 @@ void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {
     const Address base = segment.base;
     Address at = base;
     const Address end = base + segment.bytes;
-    // What is free for gradients to come would have to be mapped again.
+    // What is free for gradients or walls to come would have to be mapped again.
     const bool kept =
-        gradients_.missing() + walls_.missing() > 0 && survivors_.is_apart(segment.owner.stream);
+        (gradients_.missing() > 0 || walls_.looks()) && survivors_.is_apart(segment.owner.stream);
     const auto add = [&](Bytes bytes, bool hole) {
       stretches->push_back({at, bytes, hole, at == base, segment.owner == owner,
                             segment.releasable() && !kept, segment.expandable, base});

@@ -120,7 +120,8 @@ class CacheMap {
   Bytes missing_apart();
   bool is_apart(driver::Stream stream);
   // Before begin_step: what may be survivors of the step that ends, or its gradients, as far as any
-  // can be. Then those that are. For walls torch reserves no more than `walls_roof`.
+  // can be. Then those that are. Walls may take `walls_most`, and torch reserves no more than
+  // `walls_roof` for them.
   struct Young {
     Address address = 0;
     Survivors::One block;
@@ -129,7 +130,9 @@ class CacheMap {
   };
   std::vector<Young> young();
   void serve_apart(const std::vector<Survivors::One>& survivors, Bytes most,
-                   const std::vector<KeptGradients::Left>& gradients, Bytes walls_roof = 0);
+                   const std::vector<KeptGradients::Left>& gradients, Bytes walls_most = 0,
+                   Bytes walls_roof = 0);
+  bool wants_walls();
   // On whose blocks a request that the program makes on that stream now should be served.
   driver::Stream place(Bytes bytes, driver::Stream stream);
   // As of Survivors, and of KeptGradients.
@@ -211,7 +214,6 @@ class CacheMap {
     Bytes bytes = 0;            // that were asked for, in whole units
     std::uint32_t nth = 0;      // of that size; 0 where it is not counted
     std::uint32_t request = 0;  // Walls' number of it; 0: none
-    bool wall = false;          // and it was served apart for that
   };
   using Lives = std::pmr::map<Address, Bytes>;
   using Holes = std::pmr::multiset<Bytes>;
@@ -242,7 +244,6 @@ class CacheMap {
   void begin_streams();
   // cache_map_survivors.cpp
   std::uint32_t number(const CacheEvent& event, Bytes bytes);
-  void number_wall(const CacheEvent& event, Order* order);
   bool has_room_apart(driver::Stream apart, Bytes bytes, Bytes roof) const;
 
   static constexpr std::uint64_t kSaving = ~std::uint64_t{0};

@@ -12,7 +12,7 @@ std::vector<CacheMap::Young> CacheMap::young() {
   const Lock lock(mutex_);
   std::vector<Young> all;
   young_.for_each([&](Address address, const Order& order) {
-    if (!lives_.contains(address) || aside_.contains(address)) {
+    if (order.bytes <= kSmallLimit || !lives_.contains(address) || aside_.contains(address)) {
       return;
     }
     const Segment* const segment = segments_.around(address);
@@ -26,8 +26,10 @@ std::vector<CacheMap::Young> CacheMap::young() {
 }
 
 void CacheMap::serve_apart(const std::vector<Survivors::One>& survivors, Bytes most,
-                           const std::vector<KeptGradients::Left>& gradients, Bytes walls_roof) {
+                           const std::vector<KeptGradients::Left>& gradients, Bytes walls_most,
+                           Bytes walls_roof) {
   const Lock lock(mutex_);
+  walls_.begin_step(walls_most);
   walls_roof_ = walls_roof;
   survivors_.begin_step(survivors, most);
   gradients_.begin_step(gradients);
@@ -48,9 +50,15 @@ void CacheMap::end_backward() {
   gradients_.end_backward();
 }
 
+// What was freed is no wall, though the GPU may not be done with it.
 bool CacheMap::follows() {
   const Lock lock(mutex_);
-  return gradients_.follows();
+  return gradients_.follows() || walls_.looks();
+}
+
+bool CacheMap::wants_walls() {
+  const Lock lock(mutex_);
+  return walls_.room() > 0;
 }
 
 // What the engine asks for, or has made again, is not asked for in every backward.
@@ -61,16 +69,6 @@ std::uint32_t CacheMap::number(const CacheEvent& event, Bytes bytes) {
   }
   const bool counts = bytes > kSmallLimit && !event.ours && !MakesAgain::here();
   return counts ? gradients_.served(event.address, bytes, survivors_.asked_on(event.stream)) : 0;
-}
-
-void CacheMap::number_wall(const CacheEvent& event, Order* order) {
-  if (!walls_.counts() || order->bytes <= kSmallLimit || event.ours) {
-    return;
-  }
-  const driver::Stream stream = survivors_.asked_on(event.stream);
-  order->request = walls_.served(stream);
-  order->wall = event.stream != stream && walls_.wants(stream, order->request);
-  walls_.came(order->wall ? order->bytes : 0);
 }
 
 bool CacheMap::has_room_apart(driver::Stream apart, Bytes bytes, Bytes roof) const {
@@ -107,7 +105,7 @@ bool CacheMap::knows_gradients() {
 
 Bytes CacheMap::missing_apart() {
   const Lock lock(mutex_);
-  return gradients_.missing() + walls_.missing();
+  return gradients_.missing() + walls_.room();
 }
 
 bool CacheMap::is_apart(driver::Stream stream) {
@@ -117,15 +115,21 @@ bool CacheMap::is_apart(driver::Stream stream) {
 
 Bytes CacheMap::growth_apart(driver::Stream stream) {
   const Lock lock(mutex_);
-  const Bytes missing = gradients_.missing() + walls_.missing();
-  if (missing == 0 || survivors_.is_apart(stream)) {
+  const Bytes missing = gradients_.missing();
+  const Bytes walls = walls_.room();
+  if (missing + walls == 0 || survivors_.is_apart(stream)) {
     return 0;
   }
+  Bytes mapped = 0;
   Bytes free = 0;
   for (const auto& [other, count] : streams_) {
-    free += survivors_.is_apart(other) ? count.mapped - std::min(count.mapped, count.live) : 0;
+    if (survivors_.is_apart(other)) {
+      mapped += count.mapped;
+      free += count.mapped - std::min(count.mapped, count.live);
+    }
   }
-  return missing - std::min(missing, free);
+  const Bytes all = walls > 0 ? gradients_.held() + missing + walls : 0;
+  return std::max(missing - std::min(missing, free), all - std::min(all, mapped));
 }
 
 std::uint64_t CacheMap::survivor_sizes() {

@@ -192,7 +192,8 @@ void DeviceHeap::settle_in_order(StreamClock& clock) {
     if (&arena->clock != &clock || arena->key.graph != 0) {
       continue;
     }
-    for (const Block* b = arena->evicting.first(); b != nullptr; b = b->bin_next) {
+    // The newest first: what it waits for covers most others.
+    for (const Block* b = arena->evicting.last(); b != nullptr; b = b->bin_previous) {
       clocks_.order_after(clock, b->fence);  // or later: the fence stays
     }
     settle(*arena, std::numeric_limits<int>::max());

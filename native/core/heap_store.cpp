@@ -408,7 +408,8 @@ Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
   Status grown = Status::ok;
   Block* block = nullptr;
   // What is free elsewhere first: above `high` by what is lacking, not by all that is asked for.
-  if (arena.key.graph == 0) {
+  // Where live memory alone is above it, nothing that waits for copies would help.
+  if (arena.key.graph == 0 && lacking(bytes) < bytes) {
     heap_.settle_in_order(arena.clock);
   }
   if (arena.key.graph == 0 && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {

@@ -59,10 +59,9 @@ class KeptGradients {
   bool knows_any() const { return !known_.empty(); }
   // Bytes of those that are known, and not there: the next cycle's. Not of those that the GPU is
   // not done with.
-  Bytes missing() const {
-    const Bytes held = there_bytes_ + pending_bytes_;
-    return few_ ? known_bytes_ - std::min(known_bytes_, held) : 0;
-  }
+  Bytes missing() const { return few_ ? known_bytes_ - std::min(known_bytes_, held()) : 0; }
+  // Bytes of those that are there, and of those that the GPU is not done with.
+  Bytes held() const { return there_bytes_ + pending_bytes_; }
   const std::vector<driver::Stream>& streams() const { return streams_; }
 
  private:

@@ -41,7 +41,7 @@ Bytes TorchStore::growth_for(Bytes request) {
 }
 
 // Nothing goes back while a MemPool serves: what one stream's memory grows by, no other stream has.
-// Else room is kept for gradients alone, which stay.
+// Else room is kept for what is served apart.
 Bytes TorchStore::room_for_others(driver::Stream stream) {
   return route_.here() ? cache_.growth_of_others(stream) : cache_.growth_apart(stream);
 }
@@ -474,7 +474,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
   // Torch grows above the ceiling, then: by the least.
   cache_.lacks_hole(owner);
   look_at_cache(owner);
-  due.release_segments = can_release() && sight_.releasable > 0;
+  // What is kept for walls, too.
+  due.release_segments = can_release() && cache_.releasable() > 0;
   start_anew_ |= due.release_segments && repeats;
 }
 

@@ -19,6 +19,7 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
+constexpr Bytes kApart = 4;  // the part of the budget that gradients that stay may take, and walls
 constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
 constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
 }  // namespace
@@ -204,10 +205,11 @@ bool TorchStore::saves_on(driver::Stream stream) const {
 
 // What of the step's blocks is there by now, and cannot leave, is a wall.
 void TorchStore::backward_begins() {
-  constexpr Bytes kPart = 4;  // of the budget
   const bool counts = held_.side().places != 0 && (pressed_ || has_left());
-  const Bytes most = counts ? d_.budget.high / kPart : 0;
-  poll_newest(watched_.size());
+  const Bytes most = counts ? d_.budget.high / kApart : 0;
+  if (counts) {
+    poll_newest(watched_.size());
+  }
   std::vector<Walls::One> walls;
   for (const CacheMap::Young& one : counts ? cache_.young() : std::vector<CacheMap::Young>{}) {
     const bool may = one.request != 0 && saves_on(one.block.stream);
@@ -337,8 +339,9 @@ void TorchStore::refresh() {
 void TorchStore::look_around(Entry& entry) {
   refresh();
   poll();
-  if (std::exchange(saving_, false)) {
+  if (saving_) {
     backward_begins();
+    saving_ = false;
   }
   leave_later(entry);
   set_aside(entry);
@@ -397,11 +400,13 @@ bool TorchStore::begin_step(Bytes target) {
                       (cache_.releasable() > 0 || segments_.has_free_piece()));
 }
 
-// Those of the cycle that begins: what the steps before have mapped leaves none. Once for so many.
+// What the steps before have mapped leaves none for walls, or for the gradients of the cycle that
+// begins: for these once for so many.
 bool TorchStore::room_lacks_apart() {
   const Bytes lacking = cache_.growth_apart(nullptr);
   return lacking > 0 && !fits_under(d_.counters.mapped, lacking + room_for_small(), d_.ceiling()) &&
-         lacking > std::exchange(most_lacking_, std::max(lacking, most_lacking_));
+         (cache_.wants_walls() ||
+          lacking > std::exchange(most_lacking_, std::max(lacking, most_lacking_)));
 }
 
 bool TorchStore::has_left() const { return d_.counters.gone_bytes() != gone_at_entry_; }
@@ -425,8 +430,9 @@ void TorchStore::serve_apart() {
   }
   saves_on_.clear();
   cache_.begin_step();
+  const Bytes roof = cache_.wants_walls() ? roof_of_driver(0, d_.ceiling()) : 0;
   cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0, gradients,
-                     d_.ceiling() - std::min(d_.ceiling(), room_for_small()));
+                     d_.budget.high / kApart, roof - std::min(roof, room_for_small()));
   saving_ = true;
   gave_back_ = false;
   settle_apart();

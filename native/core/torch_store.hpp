@@ -223,7 +223,7 @@ class TorchStore final : public Store {
   bool whole_ = false;              // what was free was mapped in one segment, not expandable
   Bytes tight_ = 0;                 // with so much for `high`, or less, a step in it went over
   int times_whole_ = 0;             // it was
-  Bytes most_lacking_ = 0;          // all that was free went back for such gradients
+  Bytes most_lacking_ = 0;          // all that was free went back for gradients that stay
   bool pressed_ = false;            // in any step
   bool pool_waits_ = false;         // there is a MemPool that does not serve this step
   std::atomic<bool> optimizer_due_ = false;     // as of await_optimizer

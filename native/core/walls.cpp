@@ -12,30 +12,38 @@ bool before(const Walls::One& a, const Walls::One& b) {
 }
 }  // namespace
 
-void Walls::begin_step() {
-  counts_.clear();
-  there_ = 0;  // what the step before has left is no more than a few
+void Walls::begin_step(Bytes most) {
+  unanswered_ = saving_ ? unanswered_ + 1 : 0;
+  if (unanswered_ > kUnanswered) {
+    wanted_.clear();
+    bytes_ = 0;
+  }
+  counted_ = 0;
   saving_ = true;
-}
-
-std::uint32_t Walls::count(driver::Stream stream) const {
-  const auto found = std::find_if(counts_.begin(), counts_.end(),
-                                  [&](const auto& one) { return one.first == stream; });
-  return found != counts_.end() ? found->second : 0;
+  fits_ = bytes_ <= most;
 }
 
 std::uint32_t Walls::served(driver::Stream stream) {
-  for (auto& [of, count] : counts_) {
-    if (of == stream) {
-      return ++count;
-    }
+  std::size_t i = 0;
+  while (i < counted_ && counts_[i].first != stream) {
+    ++i;
   }
-  counts_.emplace_back(stream, 1);
-  return 1;
+  if (!saving_ || i == kStreams) {
+    return 0;
+  }
+  if (i == counted_) {
+    counts_[counted_++] = {stream, 0};
+  }
+  return ++counts_[i].second;
 }
 
-bool Walls::wants(driver::Stream stream, std::uint32_t nth) const {
-  return looks() && std::binary_search(wanted_.begin(), wanted_.end(), One{stream, nth, 0}, before);
+bool Walls::wants(driver::Stream stream) const {
+  std::uint32_t count = 0;
+  for (std::size_t i = 0; i < counted_; ++i) {
+    count = counts_[i].first == stream ? counts_[i].second : count;
+  }
+  return looks() &&
+         std::binary_search(wanted_.begin(), wanted_.end(), One{stream, count + 1, 0}, before);
 }
 
 void Walls::end_saving(std::vector<One> there, Bytes most) {
@@ -55,7 +63,8 @@ void Walls::end_saving(std::vector<One> there, Bytes most) {
   if (wanted_.size() < kFew || bytes > most) {
     wanted_.clear();
   }
-  bytes_ = wanted_.empty() ? 0 : std::max(bytes, bytes_ - bytes_ / kForgets);
+  bytes_ = wanted_.empty() ? 0 : std::max(bytes, std::min(most, bytes_ - bytes_ / kForgets));
+  fits_ = true;
   streams_.clear();
   for (const One& one : wanted_) {
     if (streams_.empty() || streams_.back() != one.stream) {

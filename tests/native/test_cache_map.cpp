@@ -437,6 +437,41 @@ TEST("other streams are expected to have what they had at most in this step and 
   CHECK_EQ(map.growth_of_others(main), 0);
 }
 
+TEST(
+    "what a forward lets go of is no wall, though the GPU is not done with it; nor is a small "
+    "one") {
+  Map map;
+  const auto step = [&](bool last) {
+    map.begin_step();
+    map.serve_apart({}, 0, {}, 1_GiB, 1_GiB);
+    CHECK_EQ(map.follows(), last);
+    std::vector<Walls::One> walls;
+    for (Bytes at = 0; at < 24_MiB; at += 4_MiB) {
+      map.alloc(at, 4_MiB);
+    }
+    map.alloc(24_MiB, 512_KiB);
+    if (last) {
+      map.apply(map.event(CacheEvent::let_go, 4_MiB, 4_MiB));
+    }
+    for (const CacheMap::Young& one : map.young()) {
+      CHECK_EQ(one.request, (one.address - kBase) / 4_MiB + 1);
+      walls.push_back({map.stream, one.request, one.block.bytes});
+    }
+    CHECK_EQ(walls.size(), last ? 5u : 6u);
+    map.end_saving(1_GiB, 1_GiB, walls);
+    for (Bytes at = 0; at < 24_MiB; at += 4_MiB) {
+      map.freed(at, 4_MiB);
+    }
+    map.freed(24_MiB, 512_KiB);
+  };
+  map.segment(0, 64_MiB);
+  step(false);
+  step(false);
+  CHECK_EQ(map.missing_apart(), 24_MiB);
+  step(true);
+  CHECK(map.wants_walls());
+}
+
 TEST("segments of small blocks are expected to be as many as at most in the last two steps") {
   Map map;
   const auto step = [&](Bytes segments) {

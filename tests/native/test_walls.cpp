@@ -27,13 +27,13 @@ std::vector<Walls::One> walls(std::initializer_list<std::uint32_t> numbers, int 
 }
 
 void step(Walls& of, const std::vector<Walls::One>& there, Bytes most = 1_GiB) {
-  of.begin_step();
+  of.begin_step(most);
   of.end_saving(there, most);
 }
 
 // Which of the next step's requests on that stream are wanted apart.
-std::vector<std::uint32_t> wanted(Walls& of, int on = 0) {
-  of.begin_step();
+std::vector<std::uint32_t> wanted(Walls& of, int on = 0, Bytes most = 1_GiB) {
+  of.begin_step(most);
   std::vector<std::uint32_t> found;
   for (std::uint32_t i = 1; i <= 64; ++i) {
     if (of.wants(stream(on))) {
@@ -44,9 +44,7 @@ std::vector<std::uint32_t> wanted(Walls& of, int on = 0) {
   return found;
 }
 
-TEST(
-    "what was a wall in two steps in a row is one in the next, by its number "
-    "on its stream") {
+TEST("what was a wall in two steps in a row is one in the next, by its number on its stream") {
   Walls of;
   step(of, walls({9, 3, 21, 15, 27}));
   CHECK(wanted(of).empty());
@@ -64,7 +62,7 @@ TEST("what is no wall any more is none in the step after that") {
   CHECK((wanted(of) == std::vector<std::uint32_t>{3, 9, 15, 21}));
   of.end_saving({}, 1_GiB);
   CHECK(wanted(of).empty());
-  CHECK_EQ(of.missing(), 0);
+  CHECK_EQ(of.room(), 0);
 }
 
 TEST("a few walls, and such as take too much, stay where they are") {
@@ -75,40 +73,52 @@ TEST("a few walls, and such as take too much, stay where they are") {
   of.end_saving(walls({3, 9, 15, 21}), 1_GiB);
   step(of, walls({3, 9, 15, 21}), 15_MiB);
   CHECK(wanted(of).empty());
-  CHECK_EQ(of.missing(), 0);
+  CHECK_EQ(of.room(), 0);
 }
 
-TEST(
-    "room is wanted for the walls that are not there, the most of the last "
-    "steps") {
+TEST("room is kept for all walls, the most that they took in the last steps, no more than may be") {
   Walls of;
   step(of, walls({3, 9, 15, 21}));
   step(of, walls({3, 9, 15, 21}));
-  CHECK_EQ(of.missing(), 16_MiB);
-  of.begin_step();
-  of.came(4_MiB);
-  of.came(4_MiB);
-  CHECK_EQ(of.missing(), 8_MiB);
-  of.went(4_MiB);
-  CHECK_EQ(of.missing(), 12_MiB);
+  CHECK_EQ(of.room(), 16_MiB);
   std::vector<Walls::One> less = walls({3, 9, 15, 21});
   for (Walls::One& one : less) {
     one.bytes = 1_MiB;
   }
-  of.end_saving(less, 1_GiB);
-  of.begin_step();
-  CHECK_EQ(of.missing(), 15_MiB);  // a 16th is forgotten
+  step(of, less);
+  CHECK_EQ(of.room(), 15_MiB);          // a 16th is forgotten
+  CHECK(wanted(of, 0, 8_MiB).empty());  // another budget
+  CHECK_EQ(of.room(), 0);
+  of.end_saving(less, 8_MiB);
+  CHECK_EQ(of.room(), 8_MiB);
+  CHECK_EQ(wanted(of, 0, 8_MiB).size(), 4u);
 }
 
-TEST("nothing is wanted once backward has begun") {
+TEST("nothing is wanted once backward has begun, nor counted") {
   Walls of;
   step(of, walls({1, 2, 3, 4}));
   step(of, walls({1, 2, 3, 4}));
   CHECK(!of.wants(stream(0)));
-  of.begin_step();
+  CHECK_EQ(of.served(stream(0)), 0u);
+  of.begin_step(1_GiB);
   CHECK(of.wants(stream(0)));
   of.end_saving(walls({1, 2, 3, 4}), 1_GiB);
   CHECK(!of.wants(stream(0)));
+}
+
+TEST("after many steps without a backward, as evaluations are, no room is kept any more") {
+  Walls of;
+  step(of, walls({1, 2, 3, 4}));
+  step(of, walls({1, 2, 3, 4}));
+  for (int i = 0; i < 8; ++i) {
+    of.begin_step(1_GiB);
+    CHECK_EQ(of.room(), 16_MiB);
+  }
+  of.begin_step(1_GiB);
+  of.begin_step(1_GiB);
+  CHECK_EQ(of.room(), 0);
+  of.end_saving(walls({1, 2, 3, 4}), 1_GiB);  // the same as in the last one that had a backward
+  CHECK_EQ(of.room(), 16_MiB);
 }
 
 // --- Recorded steps
