@@ -474,8 +474,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
   // Torch grows above the ceiling, then: by the least.
   cache_.lacks_hole(owner);
   look_at_cache(owner);
-  // What is kept for walls, too.
-  due.release_segments = can_release() && cache_.releasable() > 0;
+  const bool kept_for_walls = cache_.wants_walls() && cache_.releasable() > 0;
+  due.release_segments = can_release() && (sight_.releasable > 0 || kept_for_walls);
   start_anew_ |= due.release_segments && repeats;
 }
 

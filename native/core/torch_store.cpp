@@ -203,7 +203,7 @@ bool TorchStore::saves_on(driver::Stream stream) const {
   return std::find(saves_on_.begin(), saves_on_.end(), stream) != saves_on_.end();
 }
 
-// What of the step's blocks is there by now, and cannot leave, is a wall.
+// What of the step's blocks is there by now, and cannot leave, is a wall. Weights are none.
 void TorchStore::backward_begins() {
   const bool counts = held_.side().places != 0 && (pressed_ || has_left());
   const Bytes most = counts ? d_.budget.high / kApart : 0;
@@ -214,7 +214,9 @@ void TorchStore::backward_begins() {
   for (const CacheMap::Young& one : counts ? cache_.young() : std::vector<CacheMap::Young>{}) {
     const bool may = one.request != 0 && saves_on(one.block.stream);
     const Block* const held = may ? held_.at(one.address) : nullptr;
-    if (may && (held == nullptr || held->state == BlockState::live)) {
+    const bool in_use =
+        held != nullptr && held->state == BlockState::live && held->record != nullptr;
+    if (may && (held == nullptr || in_use)) {
       walls.push_back({one.block.stream, one.request, one.block.bytes});
     }
   }
