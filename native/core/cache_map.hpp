@@ -107,8 +107,9 @@ class CacheMap {
   void begin_step();
   // What is asked for from here on, until the next step begins, is no survivor, but may be for a
   // gradient that stays, if those may take any: so much at most. For such torch reserves no more
-  // than `roof`. `walls`: what of `young` is there and cannot leave; they may take as much.
-  void end_saving(Bytes most, Bytes roof, std::vector<Walls::One> walls = {});
+  // than `roof`. `walls`: what of `young` is there and cannot leave, and how much may be wanted.
+  void end_saving(Bytes gradients, Bytes roof, std::vector<Walls::One> walls = {},
+                  Bytes walls_most = 0);
   // As of KeptGradients.
   void end_backward();
   bool follows();

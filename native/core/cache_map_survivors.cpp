@@ -35,12 +35,13 @@ void CacheMap::serve_apart(const std::vector<Survivors::One>& survivors, Bytes m
   gradients_.begin_step(gradients);
 }
 
-void CacheMap::end_saving(Bytes most, Bytes roof, std::vector<Walls::One> walls) {
+void CacheMap::end_saving(Bytes gradients, Bytes roof, std::vector<Walls::One> walls,
+                          Bytes walls_most) {
   const Lock lock(mutex_);
   saving_until_ = std::min(saving_until_, serial_);
-  walls_.end_saving(std::move(walls), most);
-  if (most > 0) {
-    gradients_.begin_backward(most);
+  walls_.end_saving(std::move(walls), walls_most);
+  if (gradients > 0) {
+    gradients_.begin_backward(gradients);
     gradients_roof_ = roof;
   }
 }

@@ -441,6 +441,7 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
       const Bytes left = roof - kept() - growth + d_.counters.retained;
       due.release_segments = releases;
       if (releases) {
+        note_walls(request);
         lacked(request, owner);
         start_anew_ |= repeats && (sight_.by_pages || left < kEdge * request);
       }
@@ -472,11 +473,24 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
     look = d_.gate.turn() != turn;  // the lock was given up: all may be elsewhere
   }
   // Torch grows above the ceiling, then: by the least.
+  note_walls(request);
   cache_.lacks_hole(owner);
   look_at_cache(owner);
   const bool kept_for_walls = cache_.wants_walls() && cache_.releasable() > 0;
   due.release_segments = can_release() && (sight_.releasable > 0 || kept_for_walls);
   start_anew_ |= due.release_segments && repeats;
+}
+
+// Where no two walls have room for the request between them, no hole can be made: memory has to go
+// back, or to grow. With one that has, walls cost nothing, and a place of their own would.
+void TorchStore::note_walls(Bytes request) {
+  Bytes run = 0;
+  Bytes longest = 0;
+  for (const Candidate& one : sight_.candidates) {
+    run = one.kind == Candidate::Kind::wall ? 0 : run + one.size;
+    longest = std::max(longest, run);
+  }
+  walled_in_ = walled_in_ || longest < request;
 }
 
 // Whether torch finds the hole without anything more leaving, or maps pages that it may for it.

@@ -19,7 +19,9 @@ namespace {
 constexpr std::size_t kPolled = 64;
 constexpr std::size_t kPolledOften = 8;
 constexpr unsigned kPollTurn = 8;
-constexpr Bytes kApart = 4;  // the part of the budget that gradients that stay may take, and walls
+// The parts of the budget that may be served apart.
+constexpr Bytes kGradients = 4;
+constexpr Bytes kWalls = 8;
 constexpr Bytes kAside = 20_MiB;          // less of it is not worth the wait
 constexpr std::size_t kPlacesAhead = 32;  // so many places' requests keep their hole
 }  // namespace
@@ -206,12 +208,13 @@ bool TorchStore::saves_on(driver::Stream stream) const {
 // What of the step's blocks is there by now, and cannot leave, is a wall. Weights are none.
 void TorchStore::backward_begins() {
   const bool counts = held_.side().places != 0 && (pressed_ || has_left());
-  const Bytes most = counts ? d_.budget.high / kApart : 0;
-  if (counts) {
+  const Bytes gradients = counts ? d_.budget.high / kGradients : 0;
+  const bool walled = counts && walled_in_;
+  if (walled) {
     poll_newest(watched_.size());
   }
   std::vector<Walls::One> walls;
-  for (const CacheMap::Young& one : counts ? cache_.young() : std::vector<CacheMap::Young>{}) {
+  for (const CacheMap::Young& one : walled ? cache_.young() : std::vector<CacheMap::Young>{}) {
     const bool may = one.request != 0 && saves_on(one.block.stream);
     const Block* const held = may ? held_.at(one.address) : nullptr;
     const bool in_use =
@@ -221,7 +224,8 @@ void TorchStore::backward_begins() {
     }
   }
   const Bytes roof = cache_.knows_gradients() ? roof_of_driver(0, d_.ceiling()) : 0;
-  cache_.end_saving(most, roof - std::min(roof, room_for_small()), std::move(walls));
+  cache_.end_saving(gradients, roof - std::min(roof, room_for_small()), std::move(walls),
+                    d_.budget.high / kWalls);
   counts_gradients_.store(counts, std::memory_order_relaxed);
   settle_apart();
 }
@@ -434,7 +438,7 @@ void TorchStore::serve_apart() {
   cache_.begin_step();
   const Bytes roof = cache_.wants_walls() ? roof_of_driver(0, d_.ceiling()) : 0;
   cache_.serve_apart(survivors, squeezed_ ? d_.budget.high / kPart : 0, gradients,
-                     d_.budget.high / kApart, roof - std::min(roof, room_for_small()));
+                     d_.budget.high / kWalls, roof - std::min(roof, room_for_small()));
   saving_ = true;
   gave_back_ = false;
   settle_apart();

@@ -171,6 +171,7 @@ class TorchStore final : public Store {
   void serve_apart();
   bool room_lacks_apart();
   void backward_begins();
+  void note_walls(Bytes request);
   bool saves_on(driver::Stream stream) const;  // this step, so far
   void settle_apart();  // streams and bits, after what is served apart has changed
   bool in_capture(driver::Stream stream);
@@ -229,6 +230,7 @@ class TorchStore final : public Store {
   std::atomic<bool> optimizer_due_ = false;     // as of await_optimizer
   std::atomic<bool> counts_gradients_ = false;  // a backward asks for some that may stay
   bool gave_back_ = false;                      // for an optimizer, since the step began
+  bool walled_in_ = false;                      // no hole could be made for a request, for walls
   bool saving_ = false;                         // nothing has been asked for in this step
   std::vector<driver::Stream> saves_on_;        // whose blocks were saved since it began
 };

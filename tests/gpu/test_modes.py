@@ -180,17 +180,17 @@ def test_what_outlives_its_step_is_served_apart_and_keeps_its_bytes(torch_books:
 
 
 class Widening(nn.Module):
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.down(torch.tanh(self.up(x)))
         return x + down
 
 
-def test_what_checkpoints_are_given_lies_apart_and_no_step_waits_for_the_gpu(
+def test_what_checkpoints_are_given_lies_apart_where_no_hole_is_left_beside_it(
     torch_books: None,
 ) -> None:
     import stagehand_alloc
@@ -198,27 +198,29 @@ def test_what_checkpoints_are_given_lies_apart_and_no_step_waits_for_the_gpu(
     streams: list[list[int]] = []
 
     def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+        *blocks, head = model.children()
         streams.append([])
-        for block in model.children():
+        for block in blocks:
             x = checkpoint(block, x, use_reentrant=False, context_fn=stagehand_alloc.when_needed)
             streams[-1].append(stream_of(x))
-        return x.pow(2).mean()
+        loss: Tensor = head(x).pow(2).mean()  # 512 MiB; a block saves 128
+        return loss
 
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Widening() for _ in range(8))).cuda(), rows()
+    blocks = (Widening(256, 4096) for _ in range(12))
+    model, x = nn.Sequential(*blocks, nn.Linear(256, 16384)).cuda(), rows(width=256)
     expected = one_step(model, x, loss_of=checkpointed)
-    pool = budget_on_torch("native", 450 * MIB)
-    for _ in range(8):
+    pool = budget_on_torch("native", 1800 * MIB)
+    for _ in range(6):
         assert one_step(model, x, pool, checkpointed) == expected
     before = pool.stats()
     for _ in range(STEPS):
         assert one_step(model, x, pool, checkpointed) == expected
     after = pool.stats()
     assert set(streams[1]) == {0}
-    assert 0 not in streams[-1][:-1]  # the last one's is what the loss is of
+    assert 0 not in streams[-1][:-1]  # the last one's is saved by the head
     assert after.dropped_bytes + after.evicted_bytes > before.dropped_bytes + before.evicted_bytes
-    assert after.host_waits == before.host_waits
-    assert after.overshoot_bytes == 0
+    assert after.overshoot_bytes == before.overshoot_bytes
 
 
 def adamw_steps(

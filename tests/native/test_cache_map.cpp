@@ -458,7 +458,7 @@ TEST(
       walls.push_back({map.stream, one.request, one.block.bytes});
     }
     CHECK_EQ(walls.size(), last ? 5u : 6u);
-    map.end_saving(1_GiB, 1_GiB, walls);
+    map.end_saving(1_GiB, 1_GiB, walls, 1_GiB);
     for (Bytes at = 0; at < 24_MiB; at += 4_MiB) {
       map.freed(at, 4_MiB);
     }
