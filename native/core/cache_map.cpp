@@ -235,7 +235,8 @@ void CacheMap::remove_range(const CacheEvent& event) {
 void CacheMap::allocate(const CacheEvent& event) {
   Bytes bytes = round_up(event.bytes, kBlockUnit);
   if (marks_young_) {
-    const bool counts = bytes > kSmallLimit && !event.ours && event.pool[0] == 0;
+    const bool of_default = event.pool[0] == 0 && event.pool[1] == 0;
+    const bool counts = bytes > kSmallLimit && !event.ours && of_default;
     young_.put(event.address, {++serial_, bytes, number(event, bytes),
                                counts ? walls_.served(survivors_.asked_on(event.stream)) : 0});
   }

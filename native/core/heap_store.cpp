@@ -409,10 +409,11 @@ Block* HeapStore::overshoot(Arena& arena, Bytes bytes, Status* status) {
   Block* block = nullptr;
   // What is free elsewhere first: above `high` by what is lacking, not by all that is asked for.
   // Where live memory alone is above it, nothing that waits for copies would help.
-  if (arena.key.graph == 0 && lacking(bytes) < bytes) {
+  const bool gathers = arena.key.graph == 0;
+  if (gathers && lacking(bytes) < bytes) {
     heap_.settle_in_order(arena.clock);
   }
-  if (arena.key.graph == 0 && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {
+  if (gathers && heap_.gather(arena, bytes, d_.budget.limit) == Status::ok) {
     block = heap_.take(arena, bytes);
     if (block == nullptr) {
       block = take_idle_window(arena, bytes);

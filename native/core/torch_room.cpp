@@ -490,7 +490,7 @@ void TorchStore::note_walls(Bytes request) {
     run = one.kind == Candidate::Kind::wall ? 0 : run + one.size;
     longest = std::max(longest, run);
   }
-  walled_in_ = walled_in_ || longest < request;
+  walled_in_ |= longest < request;
 }
 
 // Whether torch finds the hole without anything more leaving, or maps pages that it may for it.

@@ -80,8 +80,7 @@ Block* TorchStore::hold(const HeldStorage& held, driver::Stream stream, bool may
     return nullptr;
   }
   constexpr std::size_t kFew = 4;  // that a program computes on; others may come and go
-  if (saves_on_.size() < kFew &&
-      std::find(saves_on_.begin(), saves_on_.end(), owner.stream) == saves_on_.end()) {
+  if (saves_on_.size() < kFew && !saves_on(owner.stream)) {
     saves_on_.push_back(owner.stream);
   }
   block = adopt(held, owner);

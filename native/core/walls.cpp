@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <utility>
 
 namespace stagehand::core {
 
@@ -23,11 +24,16 @@ void Walls::begin_step(Bytes most) {
   fits_ = bytes_ <= most;
 }
 
-std::uint32_t Walls::served(driver::Stream stream) {
+std::size_t Walls::place_of(driver::Stream stream) const {
   std::size_t i = 0;
   while (i < counted_ && counts_[i].first != stream) {
     ++i;
   }
+  return i;
+}
+
+std::uint32_t Walls::served(driver::Stream stream) {
+  const std::size_t i = place_of(stream);
   if (!saving_ || i == kStreams) {
     return 0;
   }
@@ -38,10 +44,8 @@ std::uint32_t Walls::served(driver::Stream stream) {
 }
 
 bool Walls::wants(driver::Stream stream) const {
-  std::uint32_t count = 0;
-  for (std::size_t i = 0; i < counted_; ++i) {
-    count = counts_[i].first == stream ? counts_[i].second : count;
-  }
+  const std::size_t i = place_of(stream);
+  const std::uint32_t count = i < counted_ ? counts_[i].second : 0;
   return looks() &&
          std::binary_search(wanted_.begin(), wanted_.end(), One{stream, count + 1, 0}, before);
 }

@@ -50,6 +50,9 @@ class Walls {
   static constexpr std::size_t kStreams = 8;  // so many are counted: nothing is allocated for it
   static constexpr int kUnanswered = 8;       // steps in a row without a backward: as evaluations
 
+  // Its place among those that are counted; their number where it is none.
+  std::size_t place_of(driver::Stream stream) const;
+
   std::vector<One> last_;    // of the step before, by stream and number
   std::vector<One> wanted_;  // likewise, of this one
   bool saving_ = false;

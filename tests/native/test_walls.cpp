@@ -1,10 +1,8 @@
-// What a program keeps from forward to backward, as checkpoints do with what
-// they are given, is served from blocks of a stream of its own: it lay between
-// what leaves.
-#include <algorithm>
+// What a program keeps from forward to backward, as checkpoints do with what they are given, is
+// served from blocks of a stream of its own: it lay between what leaves.
 #include <cmath>
+#include <map>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "core/walls.hpp"
@@ -123,8 +121,8 @@ TEST("after many steps without a backward, as evaluations are, no room is kept a
 
 // --- Recorded steps
 
-// A recorded Llama whose blocks are regions, each of which keeps what it was
-// given until its backward is done. All of it is so many times as large.
+// A recorded Llama whose blocks are regions, each of which keeps what it was given until its
+// backward is done. All of it is so many times as large.
 LoraModel in_regions(double by, bool expandable) {
   constexpr const char* kTrace = "llama.txt";
   constexpr Bytes kGiven = 16_MiB;
@@ -221,9 +219,7 @@ Seen seen_in(double share, bool expandable, bool varies) {
 }
 
 // Where they lie between what leaves, 12 and 2 steps go over, at 50 and 75 %.
-TEST(
-    "steps of regions that keep what they are given stay below high, whatever "
-    "their sizes") {
+TEST("steps of regions that keep what they are given stay below high, whatever their sizes") {
   for (const double share : {0.5, 0.75}) {
     const Seen seen = seen_in(share, false, true);
     CHECK_EQ(seen.over, 0);
@@ -232,9 +228,7 @@ TEST(
 }
 
 // Where they lie between what leaves, 2.5 and 1.5 waits.
-TEST(
-    "in expandable segments such steps seldom give memory back, for which the "
-    "GPU is waited for") {
+TEST("in expandable segments such steps seldom give memory back, for which the GPU is waited for") {
   CHECK(seen_in(0.5, true, true).waits <= 1.5);
   CHECK(seen_in(0.75, true, true).waits <= 0.7);
 }
