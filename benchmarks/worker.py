@@ -72,6 +72,7 @@ class Worker:
             torch.set_num_threads(1)  # tiny models: threads would wait for each other
         self.stagehand = self._install() if settings.ours else None
         self.pools: dict[str, Any] = {}
+        self.pool_options: dict[str, Any] = {}  # of those that have a budget
         self._built: models.Training | None = None
 
     def _install(self) -> Any:
@@ -106,7 +107,9 @@ class Worker:
         """Make a pool per budget, by name."""
         for name, (high, low) in budgets.items():
             assert self.stagehand is not None, "plain torch has no budget"
-            self.pools[name] = self.stagehand.pool(high=high, low=low, mode=self.settings.mode)
+            self.pools[name] = self.stagehand.pool(
+                high=high, low=low, mode=self.settings.mode, **self.pool_options
+            )
         # In torch's cache the engine awaits an optimizer's first step. This one keeps nothing.
         self._optimizer = torch.optim.SGD([torch.zeros(1, device=self.device)], lr=0)
         self._optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shapes import GPT_8K, TINY_ADAPTERS, TINY_GPT, Shape
+from shapes import GPT_8K, LLAMA, TINY_ADAPTERS, TINY_GPT, Shape
 
 SHARES = {"80": 0.80, "75": 0.75, "50": 0.50}  # of the activation memory
 FREE = "free"  # the pool at its defaults, far above the peak
@@ -30,7 +30,8 @@ class Case:
     `shorter`: turns of so many times fewer steps, and as many more of them: where the host sets the
     pace, which drifts within seconds. `deterministic`: from the start, since changing it would
     compile again. `expandable`: torch's segments are. `same_budget`: ours may not map more than
-    torch's allocator reserves under the same budget.
+    torch's allocator reserves under the same budget. `marked`: ours makes blocks again; "blocks" is
+    `recompute=True` of the pool, "checkpoints" is `when_needed` in a checkpoint around each.
     """
 
     title: str
@@ -47,11 +48,14 @@ class Case:
     expandable: bool = True
     same_budget: tuple[str, ...] = ()
     ranks: int = 1
+    marked: str | None = None
 
 
 GPT_2K: Shape = {**GPT_8K, "context": 16384, "width": 2048, "heads": 16, "layers": 24}
 GPT_4K: Shape = {**GPT_8K, "context": 4096, "layers": 8}
 GPT_RANKS: Shape = {**GPT_8K, "context": 12288, "width": 2560, "heads": 20, "layers": 16}
+LSTM: Shape = {"width": 2048, "layers": 4, "batch": 256, "longest": 640, "shortest": 256}
+TINY_LSTM: Shape = {"width": 64, "layers": 4, "batch": 32, "longest": 24, "shortest": 12}
 TINY_SMALL: Shape = {**TINY_GPT, "layers": 2, "batch": 2}
 
 # The compiled one is first: it compiles while the processes of the next ones start.
@@ -128,11 +132,32 @@ CASES = {
     "lstm": Case(
         "cuDNN LSTM, lengths that differ",
         "lstm",
-        {"width": 2048, "layers": 4, "batch": 256, "longest": 640, "shortest": 256},
-        {"width": 64, "layers": 4, "batch": 32, "longest": 24, "shortest": 12},
+        LSTM,
+        TINY_LSTM,
         {"75": Bar(), "50": Bar(1.20, "bound")},
         varying=True,
         same_budget=("50",),
+    ),
+    "lstm_blocks": Case(
+        "cuDNN LSTM, lengths that differ, its layers made again",
+        "lstm",
+        LSTM,
+        TINY_LSTM,
+        {"50": Bar(1.20, "bound")},
+        varying=True,
+        marked="blocks",
+    ),
+    "lengths": Case(
+        "Llama, lengths that differ, checkpoints with when_needed",
+        "lengths",
+        {**LLAMA, "shortest": 2048, "multiple": 16},
+        {
+            **{"hidden": 128, "layers": 4, "heads": 4, "key_value_heads": 2, "vocabulary": 512},
+            **{"sequence": 256, "batch": 4, "shortest": 128, "multiple": 16},
+        },
+        {"75": Bar(), "50": Bar()},
+        varying=True,
+        marked="checkpoints",
     ),
     "fsdp2_alone": Case(
         "one rank of two of FSDP2, alone; its collectives copy",

@@ -292,6 +292,25 @@ def _lstm(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
     return Workload(model, list(model), loss)
 
 
+# --- A Llama over batches that are as long as their longest text
+
+
+def _lengths(shape: dict[str, Any], dtype: torch.dtype) -> Workload:
+    """Without cuDNN's attention: that plans anew for each length, in each thread that runs it."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    shortest, multiple, batch = (shape.pop(name) for name in ("shortest", "multiple", "batch"))
+    training = models.build("llama", {**shape, "batch": batch}, torch.get_default_device(), dtype)
+    tokens = torch.randint(shape["vocabulary"], (batch, shape["sequence"]))
+
+    def loss(number: int) -> Tensor:
+        numbers = (shape["sequence"] // multiple, shortest // multiple)
+        mine = tokens[:, : multiple * length_of(number, *numbers)]
+        found: Tensor = training.model(input_ids=mine, labels=mine).loss
+        return found
+
+    return Workload(training.model, training.blocks, loss)
+
+
 # --- Compiled by block
 
 
@@ -379,6 +398,7 @@ _BUILDERS: dict[str, Callable[[dict[str, Any], torch.dtype], Workload]] = {
     "gan": _gan,
     "unet3d": _unet,
     "lstm": _lstm,
+    "lengths": _lengths,
     "compiled": _compiled,
     "fsdp2": _fsdp2,
     "fsdp2_alone": _fsdp2_alone,

@@ -179,6 +179,7 @@ class CaseRun:
             "mode": mode,
             "deterministic": case.deterministic,
             "ranks": case.ranks,
+            "marked": case.marked,
         }
         environment = {**CUBLAS, **(EXPANDABLE if mode and case.expandable else {})}
         return Worker(f"{self.name} {who}", settings, environment, "workload_worker.py")

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import models
 import torch
 import worker
 import workload_models
@@ -51,6 +52,7 @@ class Settings(worker.Settings):
     ranks: int = 1
     rank: int = 0
     meeting: str = ""  # the file where ranks find each other
+    marked: str | None = None  # Case
 
 
 class WorkloadWorker(worker.Worker):
@@ -67,6 +69,8 @@ class WorkloadWorker(worker.Worker):
         self._loss: torch.Tensor | None = None  # the last step's
         self._work: workload_models.Workload | None = None
         self._ours: Any = None  # what the modes with a pool add to the model
+        if settings.marked == "blocks":
+            self.pool_options["recompute"] = True
 
     def do(self, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """On all ranks. The reply is rank 0's, some with the others'; an error of any is raised."""
@@ -354,6 +358,13 @@ class WorkloadWorker(worker.Worker):
     def _around(self, mode: str) -> AbstractContextManager[Any]:
         if mode == "plain":
             return contextlib.nullcontext()
+        if mode in self.pools and self.settings.marked == "checkpoints":
+            assert self.stagehand is not None
+            around = contextlib.ExitStack()
+            when_needed = self.stagehand.when_needed
+            around.enter_context(models.Checkpointed(self._workload.blocks, 1.0, when_needed))
+            around.enter_context(self.pools[mode])
+            return around
         return super()._around("checkpoint:1.0" if mode == "checkpoint" else mode)
 
     def _mark(self, marks: Marks, phases: list[tuple[int, str]], at: int, phase: str) -> None:

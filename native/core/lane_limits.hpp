@@ -17,6 +17,8 @@ struct LaneLimits {
   // The most of ours that a copy of somebody else's has to wait behind on the same copy engine.
   // A small one costs bandwidth: lane.hpp.
   Bytes piece = 0;
+
+  friend bool operator==(const LaneLimits&, const LaneLimits&) = default;
 };
 
 }  // namespace stagehand::core

@@ -204,6 +204,7 @@ class Plan {
   // As if no step had been. Steps whose records are alive go on, and follow nothing.
   void forget_all();
   void set_ranks(bool ranks) { ranks_ = ranks; }
+  bool ranks() const { return ranks_; }
   // Goes up when what is expected of records that were saved already has changed.
   std::uint64_t version() const { return version_; }
   Use next_use(Place place, std::uint64_t order) const;

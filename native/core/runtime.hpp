@@ -19,6 +19,7 @@
 #include "core/device.hpp"
 #include "core/heap_store.hpp"
 #include "core/lane_limits.hpp"
+#include "core/link_bound.hpp"
 #include "core/refusal.hpp"
 #include "core/step_book.hpp"
 #include "core/step_shape.hpp"
@@ -289,6 +290,7 @@ class Runtime {
   void start_peaks();
   void look_for_recipes();
   void release_graphs(Entry& entry);
+  void limit_lanes();
 
   Device d_;
   HeapStore heap_;
@@ -297,6 +299,7 @@ class Runtime {
   std::atomic<bool> wants_recipes_{true};
   std::atomic<bool> wants_regions_{true};
   LaneLimits lane_limits_;
+  LinkBound link_bound_;
   StepBook step_;
   bool quiet_ = false;  // the step's alarm is to be told: what it saves is not shown to us
   std::uint64_t pool_serial_ = 0;  // blocks up to here existed before the pool was entered

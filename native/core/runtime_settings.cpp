@@ -93,6 +93,10 @@ void Runtime::set_budget(const Budget& budget) {
   d_.departures.begin_step(occupied);
   d_.prefetcher.begin_step();
   d_.host.begin_step();
+  d_.stalls.collect();
+  if (link_bound_.note(d_.transfers.bytes_back(), d_.counters.stall_ns)) {
+    limit_lanes();
+  }
   pool_serial_ = d_.books.serial();
   const Bytes target = d_.ceiling();  // what the step is known to need again stays
   if (d_.store->begin_step(target)) {
@@ -149,6 +153,7 @@ void Runtime::set_debug(DebugModes modes) {
 void Runtime::set_ranks(bool ranks) {
   Entry entry(d_.gate);
   d_.plan.set_ranks(ranks);
+  limit_lanes();
 }
 
 void Runtime::forget_steps() {
@@ -176,10 +181,16 @@ bool Runtime::set_lane_limits(const LaneLimits& limits) {
     }
   }
   lane_limits_ = limits;
-  d_.transfers.limit(limits);
+  limit_lanes();
   out.pacer().set_rate(limits.rate_d2h);
   in.pacer().set_rate(limits.rate_h2d);
   return true;
+}
+
+// Whoever has named a limit shares the link with somebody, as ranks do with each other.
+void Runtime::limit_lanes() {
+  d_.transfers.limit(lane_limits_,
+                     link_bound_.is() && !d_.plan.ranks() && lane_limits_ == LaneLimits{});
 }
 
 LaneLimits Runtime::lane_limits() {

@@ -66,16 +66,18 @@ class Transfers {
   Status order_copy_in(const Record& record, const Block* block, Lane& lane);
 
   // What the lanes have moved.
+  Bytes bytes_back() const { return in_.moved_bytes() + express_.moved_bytes(); }
   void add_to(Counters* counters) const {
     counters->d2h_bytes = out_.moved_bytes();
     counters->express_bytes = express_.moved_bytes();
-    counters->h2d_bytes = in_.moved_bytes() + express_.moved_bytes();
+    counters->h2d_bytes = bytes_back();
   }
 
-  void limit(const LaneLimits& limits) {
-    out_.limit(limits.inflight_d2h, limits.piece);
-    in_.limit(limits.inflight_h2d, limits.piece);
-    express_.limit(0, limits.piece);
+  // `large`: pieces, where nobody asks for smaller ones.
+  void limit(const LaneLimits& limits, bool large) {
+    out_.limit(limits.inflight_d2h, limits.piece, large);
+    in_.limit(limits.inflight_h2d, limits.piece, large);
+    express_.limit(0, limits.piece, large);
   }
 
   // Fills a block that is leaving with a pattern no computation yields, for tests.

@@ -1,5 +1,6 @@
 // The lanes: pieces, caps, batches, and the checksums of what they carried.
 #include "core/checksum.hpp"
+#include "core/link_bound.hpp"
 #include "native/core_rig.hpp"
 
 namespace stagehand::core::test {
@@ -37,6 +38,49 @@ TEST("whoever set nothing shares the link: no more than 16 MiB is queued on a st
   CHECK_EQ(calls("cuMemcpyDtoHAsync") - copies, 8 * 3);
   CHECK_EQ(calls("cuMemcpyHtoDAsync") - back, 8 * 3);
   CHECK(calls("cuStreamWaitEvent") - waits >= 2 * 8 * 36 / 16);  // a hop each
+  rig.verify_empty();
+}
+
+TEST("steps are bound by the link from an eighth of its time on, and down to a 16th") {
+  constexpr Bytes kBytes = 55 * 8_MiB;  // 8 ms of the link, nearly
+  constexpr std::uint64_t kNs = 8_MiB;
+  LinkBound link;
+  CHECK(!link.note(kBytes, kNs / 8 - 1));
+  CHECK(!link.note(2 * kBytes - 1_MiB, kNs / 8 + kNs / 16));
+  CHECK(!link.is());
+  CHECK(link.note(3 * kBytes, 2 * kNs));
+  CHECK(link.is());
+  CHECK(!link.note(3 * kBytes + LinkBound::kLooked - 1, 2 * kNs));  // too little came back to tell
+  CHECK(!link.note(5 * kBytes, 2 * kNs + kNs / 8));
+  CHECK(link.is());
+  CHECK(link.note(6 * kBytes, 2 * kNs + kNs / 8 + kNs / 16 - 1));
+  CHECK(!link.is());
+}
+
+// Copies out in a step, of eight records of 32 MiB. Compute waits for each copy back.
+std::uint64_t copies_out(CoreRig& rig) {
+  const std::uint64_t before = calls("cuMemcpyDtoHAsync");
+  rig.budget(400_MiB, 200_MiB);
+  there_and_back(rig, 32_MiB);
+  rig.runtime->clear_budget();
+  stagehand_sim_drain();
+  return calls("cuMemcpyDtoHAsync") - before;
+}
+
+TEST("where steps wait for the link, copies go in pieces of 64 MiB") {
+  CoreRig rig({.memory = 512_MiB, .classes = {{64_MiB}, {8}}, .host_limit = 600_MiB});
+  CHECK_EQ(copies_out(rig), 8 * 2);
+  CHECK_EQ(copies_out(rig), 8);
+  CHECK(rig.runtime->set_lane_limits({.piece = 16_MiB}));
+  CHECK_EQ(copies_out(rig), 8 * 2);
+  CHECK(rig.runtime->set_lane_limits({.rate_h2d = 100'000_MiB}));  // somebody shares the link
+  CHECK_EQ(copies_out(rig), 8 * 2);
+  CHECK(rig.runtime->set_lane_limits({}));
+  CHECK_EQ(copies_out(rig), 8);
+  rig.runtime->set_ranks(true);
+  CHECK_EQ(copies_out(rig), 8 * 2);
+  rig.runtime->set_ranks(false);
+  CHECK_EQ(copies_out(rig), 8);
   rig.verify_empty();
 }
 

@@ -195,6 +195,33 @@ def test_what_another_rank_does_counts_as_what_the_first_one_does() -> None:
     assert [one["misses_per_step"] for one in (ranks, *ranks["other_ranks"])] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "marked"), [("lengths", "checkpoints"), ("lstm_blocks", "blocks")]
+)
+def test_what_is_marked_runs_again_under_a_budget_and_not_without(
+    run_fresh: Callable[..., subprocess.CompletedProcess[str]], name: str, marked: str
+) -> None:
+    run_fresh(
+        f"""
+        import sys
+        sys.path.insert(0, {str(FOLDER)!r})
+        from workload_cases import CASES
+        from workload_worker import Settings, WorkloadWorker
+
+        case = CASES[{name!r}]
+        assert case.marked == {marked!r}
+        of = Settings(True, case.model, case.tiny, simulated=True, marked=case.marked)
+        worker = WorkloadWorker(of)
+        worker.build()
+        held = worker.memory("plain")
+        high = held["start"] + (held["peak"] - held["start"]) // 2
+        worker.budgets({{"50": (high, high * 9 // 10)}})
+        assert worker.turn("plain", 3, 2, 1)["gained"]["reruns"] == 0
+        assert worker.turn("50", 3, 4, 12)["gained"]["reruns"] >= 4
+        """
+    )
+
+
 def test_every_budget_of_a_case_is_known() -> None:
     for case in CASES.values():
         assert set(case.bars) <= {*SHARES, FREE}

@@ -1,0 +1,41 @@
+// Whether steps wait for what comes back over the link: then a lane's pieces may be large. Pure.
+#pragma once
+
+#include <cstdint>
+
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+class LinkBound {
+ public:
+  // Looked at for so many bytes at once: a single late copy says little.
+  static constexpr Bytes kLooked = 256_MiB;
+  // Of the quickest link that is known (PCIe 5, docs/decisions/0009): a slower one is waited for
+  // sooner.
+  static constexpr Bytes kBytesPerNs = 55;
+
+  bool is() const { return bound_; }
+  // Bytes that came back since the start, and ns that compute waited for such. Steps are bound by
+  // the link from an eighth of the time on that it takes for those bytes, and down to a 16th. True:
+  // that has changed.
+  bool note(Bytes back, std::uint64_t stalled_ns) {
+    if (back - back_ < kLooked) {
+      return false;
+    }
+    const std::uint64_t link_ns = (back - back_) / kBytesPerNs;
+    const std::uint64_t waited_ns = stalled_ns - stalled_ns_;
+    back_ = back;
+    stalled_ns_ = stalled_ns;
+    const bool was = bound_;
+    bound_ = waited_ns >= link_ns / (was ? 16 : 8);
+    return bound_ != was;
+  }
+
+ private:
+  Bytes back_ = 0;
+  std::uint64_t stalled_ns_ = 0;
+  bool bound_ = false;
+};
+
+}  // namespace stagehand::core
