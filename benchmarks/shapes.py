@@ -41,6 +41,15 @@ LLAMA: Shape = {
     "sequence": 4096,
     "batch": 2,
 }
+TINY_LLAMA: Shape = {
+    "hidden": 128,
+    "layers": 4,
+    "heads": 4,
+    "key_value_heads": 2,
+    "vocabulary": 512,
+    "sequence": 256,
+    "batch": 4,
+}
 VIT: Shape = {"name": "vit_base_patch16_224", "batch": 256}
 
 # By name: the builder in models.py, and the sizes.

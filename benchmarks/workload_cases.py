@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shapes import GPT_8K, LLAMA, TINY_ADAPTERS, TINY_GPT, Shape
+from shapes import GPT_8K, LLAMA, TINY_ADAPTERS, TINY_GPT, TINY_LLAMA, Shape
 
 SHARES = {"80": 0.80, "75": 0.75, "50": 0.50}  # of the activation memory
 FREE = "free"  # the pool at its defaults, far above the peak
@@ -151,10 +151,7 @@ CASES = {
         "Llama, lengths that differ, checkpoints with when_needed",
         "lengths",
         {**LLAMA, "shortest": 2048, "multiple": 16},
-        {
-            **{"hidden": 128, "layers": 4, "heads": 4, "key_value_heads": 2, "vocabulary": 512},
-            **{"sequence": 256, "batch": 4, "shortest": 128, "multiple": 16},
-        },
+        {**TINY_LLAMA, "shortest": 128, "multiple": 16},
         {"75": Bar(), "50": Bar()},
         varying=True,
         marked="checkpoints",

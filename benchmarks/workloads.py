@@ -5,7 +5,8 @@
 Workloads (workload_cases.py has sizes, budgets and bars): a GPT, compiled by block and not; a video
 transformer and another stack with low-rank adapters; a mixture of experts; a pipeline's order;
 gradient accumulation in one pool, and in one for each forward; a GAN; a 3-D U-Net; an LSTM over
-varying lengths, its layers made again or not; a Llama over such, with checkpoints; FSDP2 and DDP, which need two GPUs, and one rank of FSDP2 alone, which does not.
+varying lengths, its layers made again or not; a Llama over such, with checkpoints; FSDP2 and DDP,
+which need two GPUs, and one rank of FSDP2 alone, which does not.
 Each as plain torch, with a checkpoint around every block, and ours, as process allocator and in
 mode "native", with expandable segments but in one. Of several ranks the first one is timed; of what
 each does `other_ranks` tells.

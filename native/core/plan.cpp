@@ -478,9 +478,9 @@ void Plan::learn(Step& step) {
     }
   }
   if (same_kind) {
-    varied_ = 0;
-  } else {
-    varied_ += step.kin || step.diverged ? 1 : 0;
+    varied_ -= std::min(varied_, kTraces / 2);
+  } else if (step.kin || step.diverged) {
+    varied_ = std::min(varied_ + 1, 4 * kTraces);
   }
   trace->order_copies();
   trace->pressed = trace->evicted_bytes() > 0;

@@ -171,7 +171,7 @@ class Plan {
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.
   bool guesses() const { return follows() && now_->kin; }
-  // Whether the last steps, more than there are traces of, were all of sizes not seen before.
+  // Whether most of the last steps, more than there are traces of, were of sizes not seen before.
   bool varies() const { return varied_ > kTraces; }
   PlanState state() const;
   const LaneRates& lane_rates() const { return rates_; }
@@ -301,7 +301,7 @@ class Plan {
   std::uint64_t turns_ = 0;
   LaneRates rates_;
   std::uint32_t learned_ = 0;  // the trace learned last
-  std::size_t varied_ = 0;     // steps of sizes not seen before, in a row
+  std::size_t varied_ = 0;     // steps of sizes not seen before: more of late than that repeat
   bool ranks_ = false;         // Trace::measured
   bool for_all_sizes_ = true;  // proofs are: until something came back otherwise than when proven
   Use uses_ = 0;

@@ -375,8 +375,10 @@ bool TorchStore::begin_step(Bytes target) {
   refresh();
   const bool over = std::exchange(over_at_entry_, d_.counters.overshoot_bytes) != over_at_entry_;
   const Bytes high_before = std::exchange(high_at_entry_, d_.budget.high);
+  // Where walls lay in its one segment, which are served apart from here on, that may do after all.
+  const bool walls_before = std::exchange(walls_at_entry_, cache_.wants_walls());
   if (over && std::exchange(whole_, false)) {
-    tight_ = std::max(tight_, high_before);
+    tight_ = walls_at_entry_ && !walls_before ? tight_ : std::max(tight_, high_before);
     start_anew_ = true;
   }
   // What the optimizer has left free in the default pool can serve nothing in a MemPool: where

@@ -223,6 +223,7 @@ class TorchStore final : public Store {
   bool raised_ = false;             // `high` is a good part more than it was in that step
   bool whole_ = false;              // what was free was mapped in one segment, not expandable
   Bytes tight_ = 0;                 // with so much for `high`, or less, a step in it went over
+  bool walls_at_entry_ = false;     // were wanted apart
   int times_whole_ = 0;             // it was
   Bytes most_lacking_ = 0;          // all that was free went back for gradients that stay
   bool pressed_ = false;            // in any step

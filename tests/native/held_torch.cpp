@@ -18,6 +18,7 @@ constexpr Bytes kLargeBuffer = 20_MiB;
 
 FakeTorch* g_torch = nullptr;
 thread_local TorchPool t_pool{};
+thread_local bool t_making = false;  // this thread makes a block for the engine
 
 // As torch and the engine's entry do around what a capture would forbid.
 class Relaxed {
@@ -50,7 +51,9 @@ TorchSide table_of(bool triggers) {
   };
   side.drop = [](void* storage) { g_torch->drop(storage_of(storage)); };
   side.make = [](int, Bytes bytes, driver::Stream stream, bool quiet, HeldStorage* held) {
+    t_making = true;
     Storage* made = g_torch->make_for_engine(bytes, stream, quiet);
+    t_making = false;
     if (made != nullptr) {
       *held = {made, made, made->address, bytes, stream};
     }
@@ -86,7 +89,7 @@ void FakeTorch::use_pool(TorchPool pool) { t_pool = pool; }
 
 CacheEvent FakeTorch::event(CacheEvent::Kind kind, Address address, Bytes bytes, Address segment) {
   const Segment& of = segments_.at(segment);
-  return {kind, 0, address, bytes, of.stream, {of.pool[0], of.pool[1]}};
+  return {kind, 0, address, bytes, of.stream, {of.pool[0], of.pool[1]}, t_making};
 }
 
 void FakeTorch::tell(CacheEvent::Kind kind, Address address, Bytes bytes, Address segment) {

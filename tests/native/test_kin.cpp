@@ -139,6 +139,27 @@ TEST("shapes that are seen once do not push out one that repeats") {
   CHECK(plan.follows() && !plan.guesses());
 }
 
+TEST("steps vary though a size comes again now and then, and do not once all repeat") {
+  Plan plan;
+  const auto of_size = [&](Bytes i) {
+    step(plan, {4_MiB, 8_MiB + i * 4_KiB, 4_MiB + i * 4_KiB}, {1});
+  };
+  for (Bytes i = 0; i < 40; ++i) {
+    of_size(i);
+  }
+  of_size(39);
+  CHECK(plan.varies());
+  for (Bytes i = 40; i < 44; ++i) {
+    of_size(i);
+  }
+  of_size(43);
+  CHECK(plan.varies());
+  for (int i = 0; i < 8; ++i) {
+    of_size(43);
+  }
+  CHECK(!plan.varies());
+}
+
 TEST("what has not repeated for long is forgotten for what does") {
   Plan plan;
   for (Bytes old = 1; old <= 8; ++old) {

@@ -218,19 +218,21 @@ Seen seen_in(double share, bool expandable, bool varies) {
   return seen;
 }
 
-// Where they lie between what leaves, 12 and 2 steps go over, at 50 and 75 %.
+// Where they lie between what leaves, 12 and 2 steps go over, at 50 and 75 %. Where the one segment
+// that they lie in at first is not tried again without them, 0.8 waits at 50 %.
 TEST("steps of regions that keep what they are given stay below high, whatever their sizes") {
   for (const double share : {0.5, 0.75}) {
     const Seen seen = seen_in(share, false, true);
     CHECK_EQ(seen.over, 0);
-    CHECK(seen.waits <= 0.5);
+    CHECK_EQ(seen.waits, 0);
   }
 }
 
-// Where they lie between what leaves, 2.5 and 1.5 waits.
-TEST("in expandable segments such steps seldom give memory back, for which the GPU is waited for") {
-  CHECK(seen_in(0.5, true, true).waits <= 1.5);
-  CHECK(seen_in(0.75, true, true).waits <= 0.7);
+// Where they lie between what leaves, 2.5 and 1.5 waits; where a size that comes again now and then
+// begins anew, 0.04.
+TEST("in expandable segments such steps give no memory back, for which the GPU is waited for") {
+  CHECK_EQ(seen_in(0.5, true, true).waits, 0);
+  CHECK_EQ(seen_in(0.75, true, true).waits, 0);
 }
 
 // 4 and 2 steps go over likewise.
