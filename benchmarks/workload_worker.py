@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,6 +39,7 @@ SETTLING_STEPS = 20  # between two looks at whether other plans are tried
 SETTLED_STEPS = 40  # after that; memory is mapped once for each hole that they come to need
 SAMPLED_STEPS = 16
 TOLD_BY_ALL = ("turn", "gaps", "digests")  # a rank waits for what another one does
+PROVING_STEPS = 12  # until what is made again has been proven and planned
 LEAD_NUMBERS = 5000  # steps that are not timed have numbers, so data, of their own
 COUNTED = (
     *(*worker.COUNTED, "gathers", "grows", "map_calls", "misses", "pageable_copies"),
@@ -69,6 +70,7 @@ class WorkloadWorker(worker.Worker):
         self._loss: torch.Tensor | None = None  # the last step's
         self._work: workload_models.Workload | None = None
         self._ours: Any = None  # what the modes with a pool add to the model
+        self._budgets: Mapping[str, Any] = {}
         if settings.marked == "blocks":
             self.pool_options["recompute"] = True
 
@@ -122,6 +124,7 @@ class WorkloadWorker(worker.Worker):
     def budgets(self, budgets: Mapping[str, Any]) -> dict[str, Any]:
         """Make a pool per budget, by name; FREE has no watermarks."""
         assert self.stagehand is not None
+        self._budgets = budgets
         if FREE in budgets:
             self.pools[FREE] = self.stagehand.pool(mode=self.settings.mode)
         return super().budgets({name: one for name, one in budgets.items() if name != FREE})
@@ -271,17 +274,28 @@ class WorkloadWorker(worker.Worker):
     def digests(self, mode: str, count: int) -> dict[str, Any]:
         """Of `count` steps from the start, with a model made anew: losses, digests of gradients.
 
-        torch is deterministic from here on, which is slower: after what is timed.
+        torch is deterministic from here on, which is slower: after what is timed. Where blocks are
+        made again, others come first, until what they make is relied on: that is what is compared.
         """
         _be_deterministic()
         self._again()
+        again = mode in self.pools and self.settings.marked is not None
+        if again:  # what is marked is of the model that the pool was made for
+            self.budgets(self._budgets)
+            self._lead(mode, 0, PROVING_STEPS)
         self._enter(mode)
         before = self._counters()
         found = []
         for number in range(count):
             loss = self._run(mode, number, lambda _: None)
-            found.append([loss.item(), digest(self._workload.compared())])
-        return {"steps": found, "gained": self._gained(before)}
+            gradients = self._workload.compared()
+            if not any(bool(one.any()) for one in gradients):
+                raise RuntimeError("all gradients are zero: nothing would be compared")
+            found.append([loss.item(), digest(gradients)])
+        gained = self._gained(before)
+        if again and gained["reruns"] == 0:
+            raise RuntimeError("no block was made again in the steps that are compared")
+        return {"steps": found, "gained": gained}
 
     # --- Parts
 
@@ -359,13 +373,15 @@ class WorkloadWorker(worker.Worker):
         if mode == "plain":
             return contextlib.nullcontext()
         if mode in self.pools and self.settings.marked == "checkpoints":
-            assert self.stagehand is not None
-            around = contextlib.ExitStack()
-            when_needed = self.stagehand.when_needed
-            around.enter_context(models.Checkpointed(self._workload.blocks, 1.0, when_needed))
-            around.enter_context(self.pools[mode])
-            return around
+            return self._around_checkpoints(mode)
         return super()._around("checkpoint:1.0" if mode == "checkpoint" else mode)
+
+    @contextlib.contextmanager
+    def _around_checkpoints(self, mode: str) -> Iterator[None]:
+        assert self.stagehand is not None
+        blocks, when_needed = self._workload.blocks, self.stagehand.when_needed
+        with models.Checkpointed(blocks, 1.0, when_needed), self.pools[mode]:
+            yield
 
     def _mark(self, marks: Marks, phases: list[tuple[int, str]], at: int, phase: str) -> None:
         phases.append((at, phase))

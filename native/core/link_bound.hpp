@@ -1,4 +1,5 @@
-// Whether steps wait for what comes back over the link: then a lane's pieces may be large. Pure.
+// Whether steps wait for the link much of the time that it takes for what comes back: then that may
+// come in large pieces. Pure.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,13 @@ class LinkBound {
  public:
   // Looked at for so many bytes at once: a single late copy says little.
   static constexpr Bytes kLooked = 256_MiB;
-  // Of the quickest link that is known (PCIe 5, docs/decisions/0009): a slower one is waited for
-  // sooner.
+  // Of PCIe 5 (docs/decisions/0009). On a slower link less of its time is enough.
   static constexpr Bytes kBytesPerNs = 55;
 
   bool is() const { return bound_; }
   // Bytes that came back since the start, and ns that compute waited for such. Steps are bound by
-  // the link from an eighth of the time on that it takes for those bytes, and down to a 16th. True:
-  // that has changed.
+  // the link from 3/8 of the time on that it takes for those bytes, and down to 3/16: a few late
+  // copies are not enough, which larger pieces would hold up. True: that has changed.
   bool note(Bytes back, std::uint64_t stalled_ns) {
     if (back - back_ < kLooked) {
       return false;
@@ -28,7 +28,7 @@ class LinkBound {
     back_ = back;
     stalled_ns_ = stalled_ns;
     const bool was = bound_;
-    bound_ = waited_ns >= link_ns / (was ? 16 : 8);
+    bound_ = waited_ns >= 3 * link_ns / (was ? 16 : 8);
     return bound_ != was;
   }
 

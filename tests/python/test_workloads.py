@@ -198,7 +198,7 @@ def test_what_another_rank_does_counts_as_what_the_first_one_does() -> None:
 @pytest.mark.parametrize(
     ("name", "marked"), [("lengths", "checkpoints"), ("lstm_blocks", "blocks")]
 )
-def test_what_is_marked_runs_again_under_a_budget_and_not_without(
+def test_what_is_marked_runs_again_under_a_budget_bit_by_bit_and_not_without(
     run_fresh: Callable[..., subprocess.CompletedProcess[str]], name: str, marked: str
 ) -> None:
     run_fresh(
@@ -218,6 +218,9 @@ def test_what_is_marked_runs_again_under_a_budget_and_not_without(
         worker.budgets({{"50": (high, high * 9 // 10)}})
         assert worker.turn("plain", 3, 2, 1)["gained"]["reruns"] == 0
         assert worker.turn("50", 3, 4, 12)["gained"]["reruns"] >= 4
+        plain, ours = worker.digests("plain", 2), worker.digests("50", 2)
+        assert ours["gained"]["reruns"] > 0
+        assert ours["steps"] == plain["steps"]
         """
     )
 
