@@ -17,8 +17,8 @@ class LinkBound {
 
   bool is() const { return bound_; }
   // Bytes that came back since the start, and ns that compute waited for such. Steps are bound by
-  // the link from 3/8 of the time on that it takes for those bytes, and down to 3/16: a few late
-  // copies are not enough, which larger pieces would hold up. True: that has changed.
+  // the link from an eighth of the time on that it takes for those bytes, and down to a 16th. True:
+  // that has changed.
   bool note(Bytes back, std::uint64_t stalled_ns) {
     if (back - back_ < kLooked) {
       return false;
@@ -28,7 +28,7 @@ class LinkBound {
     back_ = back;
     stalled_ns_ = stalled_ns;
     const bool was = bound_;
-    bound_ = waited_ns >= 3 * link_ns / (was ? 16 : 8);
+    bound_ = waited_ns >= link_ns / (was ? 16 : 8);
     return bound_ != was;
   }
 

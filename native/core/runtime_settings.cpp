@@ -94,9 +94,7 @@ void Runtime::set_budget(const Budget& budget) {
   d_.prefetcher.begin_step();
   d_.host.begin_step();
   d_.stalls.collect();
-  // Nothing overtakes weights that are waited for, so larger pieces hold up nobody: from an eighth.
-  const std::uint64_t waited_ns = d_.counters.stall_ns + 2 * d_.counters.weights_wait_ns;
-  if (link_bound_.note(d_.transfers.bytes_back(), waited_ns)) {
+  if (link_bound_.note(d_.transfers.bytes_back(), d_.counters.stall_ns)) {
     limit_lanes();
   }
   pool_serial_ = d_.books.serial();

@@ -41,19 +41,19 @@ TEST("whoever set nothing shares the link: no more than 16 MiB is queued on a st
   rig.verify_empty();
 }
 
-TEST("steps are bound by the link from 3/8 of its time on, and down to 3/16") {
+TEST("steps are bound by the link from an eighth of its time on, and down to a 16th") {
   constexpr Bytes kBytes = 55 * 8_MiB;  // 8 ms of the link, nearly
   constexpr std::uint64_t kNs = 8_MiB;
   LinkBound link;
-  CHECK(!link.note(kBytes, 3 * kNs / 8 - 1));
-  CHECK(!link.note(2 * kBytes - 1_MiB, 3 * kNs / 8 + 3 * kNs / 16));
+  CHECK(!link.note(kBytes, kNs / 8 - 1));
+  CHECK(!link.note(2 * kBytes - 1_MiB, kNs / 8 + kNs / 16));
   CHECK(!link.is());
   CHECK(link.note(3 * kBytes, 2 * kNs));
   CHECK(link.is());
   CHECK(!link.note(3 * kBytes + LinkBound::kLooked - 1, 2 * kNs));  // too little came back to tell
-  CHECK(!link.note(5 * kBytes, 2 * kNs + 3 * kNs / 8));
+  CHECK(!link.note(5 * kBytes, 2 * kNs + kNs / 8));
   CHECK(link.is());
-  CHECK(link.note(6 * kBytes, 2 * kNs + 3 * kNs / 8 + 3 * kNs / 16 - 1));
+  CHECK(link.note(6 * kBytes, 2 * kNs + kNs / 8 + kNs / 16 - 1));
   CHECK(!link.is());
 }
 
