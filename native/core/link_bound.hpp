@@ -1,5 +1,4 @@
-// Whether steps wait for the link much of the time that it takes for what comes back: then that may
-// come in large pieces. Pure.
+// Whether steps wait for what comes back over the link: then a lane's pieces may be large. Pure.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,8 @@ class LinkBound {
  public:
   // Looked at for so many bytes at once: a single late copy says little.
   static constexpr Bytes kLooked = 256_MiB;
-  // Of PCIe 5 (docs/decisions/0009). On a slower link less of its time is enough.
+  // Of the quickest link that is known (PCIe 5, docs/decisions/0009): a slower one is waited for
+  // sooner.
   static constexpr Bytes kBytesPerNs = 55;
 
   bool is() const { return bound_; }

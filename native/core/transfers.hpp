@@ -73,10 +73,9 @@ class Transfers {
     counters->h2d_bytes = bytes_back();
   }
 
-  // `large`: pieces of what comes back, where nobody asks for smaller ones. A number that the
-  // program asks the GPU for is a copy out.
+  // `large`: pieces, where nobody asks for smaller ones.
   void limit(const LaneLimits& limits, bool large) {
-    out_.limit(limits.inflight_d2h, limits.piece, false);
+    out_.limit(limits.inflight_d2h, limits.piece, large);
     in_.limit(limits.inflight_h2d, limits.piece, large);
     express_.limit(0, limits.piece, large);
   }

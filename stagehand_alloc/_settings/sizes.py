@@ -160,7 +160,7 @@ def parse_piece(value: Size | None, name: str) -> int | None:
     """The largest part a copy is made in, in bytes; None is the default. Raises SizeError."""
     if value is None:
         return None
-    how = f'Give {name} a size of 64 KiB or more, like "1MiB", or None for the default.'
+    how = f'Give {name} a size of 64 KiB or more, like "1MiB", or None for the default, 16 MiB.'
     if isinstance(value, float):
         raise SizeError(f"{name}={value!r} is a fraction, and a piece is a size in bytes.", how)
     size = int(read_size(value, name, shares=False))
