@@ -179,7 +179,8 @@ class Worker:
 
     def trigger(self) -> dict[str, Any]:
         """Whether the trigger library is in use, of the pools entered so far."""
-        return {"states": sorted({pool.stats().trigger for pool in self.pools.values()})}
+        states = {pool.stats().trigger for pool in self.pools.values()}
+        return {"states": sorted(states - {""})}
 
     def digests(self, mode: str, count: int) -> dict[str, Any]:
         """The loss and a digest of all gradients of each of `count` steps, bitwise comparable.

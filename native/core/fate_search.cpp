@@ -53,6 +53,8 @@ void add_call(const Grid& grid, const std::vector<std::uint32_t>& all,
       item.bytes += grid.records[all[k]].bytes;
     }
     item.retained = mostly_retained(grid, item);
+    item.call = grid.records[all.front()].call;
+    item.beside = grid.records[all[end - 1]].rerun_bytes;
     before = ns(end - 1);
     items->push_back(std::move(item));
   }
@@ -89,6 +91,7 @@ Search::Search(const Grid& grid, const std::vector<Droppable>& items, double idl
       out_(grid.buckets, grid.out * idle),
       in_(grid.buckets, grid.in * idle),
       away_(grid.buckets, 0),
+      beside_(grid.calls + 1, 0),
       in_until_(grid.buckets + 1, 0),
       lists_(2 * grid.buckets),
       next_(2 * grid.buckets, 0),
@@ -161,6 +164,7 @@ bool Search::drop_one(std::size_t t, const Leaving& instead) {
         drop(i, item.used);
       }
     }
+    run_again(item);
     return true;
   }
   return false;
@@ -217,6 +221,15 @@ void Search::drop(std::uint32_t i, std::size_t used) {
   fates_[i] = Fate::drop;
   for (std::size_t b = one.retained; b < used; ++b) {
     away_[b] += one.bytes;
+  }
+}
+
+// When it is needed; that is later than the time that room is sought for.
+void Search::run_again(const Droppable& item) {
+  if (item.call != 0 && item.used < grid_.buckets) {
+    const double more = item.beside - beside_[item.call];
+    away_[item.used] -= std::max(more, 0.0);
+    beside_[item.call] += std::max(more, 0.0);
   }
 }
 

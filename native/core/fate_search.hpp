@@ -17,6 +17,8 @@ struct Droppable {
   double bytes = 0;
   std::size_t retained = 0;  // buckets: nearly all of it from then on
   std::size_t used = 0;      // it is back from then on
+  std::size_t call = 0;      // that runs for it; 0: a recipe
+  double beside = 0;         // what that takes then
 };
 
 std::vector<Droppable> droppable(const Grid& grid);
@@ -48,12 +50,14 @@ class Search {
   void take(std::uint32_t i, std::size_t t);
   bool drop_one(std::size_t t, const Leaving& instead);
   void drop(std::uint32_t i, std::size_t used);
+  void run_again(const Droppable& item);
 
   const Grid& grid_;
   const std::vector<Droppable>& items_;
   Row out_;  // idle time of the lanes, in bytes
   Row in_;
   Row away_;
+  Row beside_;    // what calls take that run again, by the call: of those that do
   Row in_until_;  // idle time of the H2D lane from the moment looked at to before this one
   // By the bucket in which they are retained: records, and behind them idle weights.
   std::vector<std::vector<std::uint32_t>> lists_;

@@ -60,6 +60,7 @@ Simulation::Simulation(Grid& grid, std::span<const Fate> fates)
     if (used < grid.buckets) {
       more_ns_[used] += again[i].ns;
       again_ns_ += again[i].ns;
+      over_[used] += again[i].beside;
     }
   }
   for (std::size_t b = 0; b < grid.buckets; ++b) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 
 namespace stagehand::core {
@@ -44,6 +45,7 @@ std::shared_ptr<Trace> Plan::likeliest(const Trace& seen, auto may) const {
 
 void Plan::begin_step(Bytes high, Bytes live) {
   high_ = high;
+  rerun_ = {};
   std::vector<Trace::WeightUse> held;  // by whoever the last step told of: from its beginning on
   for (const Trace::WeightUse& use : now_ != nullptr ? now_->seen.weight_uses : held) {
     if (use.until == KnownRecord::kNever) {
@@ -185,6 +187,7 @@ void Plan::evicted(Place place) {
       entry.left_as = step->seen.leavers++;
     }
     step->away += entry.block_bytes;
+    away_ += entry.block_bytes;
   }
 }
 
@@ -198,7 +201,10 @@ void Plan::dropped(Place place) {
 void Plan::returned(Place place) {
   Step* step = step_of(place.step);
   if (step != nullptr && std::exchange(step->seen.entries[place.index].away, false)) {
-    step->away -= step->seen.entries[place.index].block_bytes;
+    const Trace::Entry& entry = step->seen.entries[place.index];
+    step->away -= entry.block_bytes;
+    away_ -= entry.block_bytes;
+    rerun_.made += entry.dropped ? entry.block_bytes : 0;
   }
 }
 
@@ -252,11 +258,26 @@ void Plan::live(Bytes bytes) {
   since = std::max(since, bytes);
 }
 
+void Plan::rerun_begins(Bytes occupied) { rerun_ = {true, occupied + away_}; }
+
+void Plan::rerun_made(Place last) {
+  if (Step* step = step_of(last.step); step != nullptr && rerun_.most != 0) {
+    const Bytes beside = rerun_.most - std::min(rerun_.most, rerun_.made);
+    step->seen.entries[last.index].rerun_bytes = std::max<Bytes>(beside, 1);
+  }
+  rerun_ = {};
+}
+
+// What a call takes that runs again is told apart: it hangs on what is dropped.
 void Plan::occupied(Bytes bytes, Bytes mapped) {
+  if (rerun_.on) {
+    const Bytes all = bytes + away_ + rerun_.made;
+    rerun_.most = std::max(rerun_.most, all - std::min(all, rerun_.before));
+  }
   for (Step* step : {now_, using_ != now_ ? using_ : nullptr}) {
     if (step != nullptr) {
       Bytes& full = step->seen.full.back();
-      full = std::max(full, bytes + step->away);
+      full = rerun_.on ? full : std::max(full, bytes + step->away);
       Trace::Held& held = step->seen.held.back();
       held = {std::max(held.occupied, bytes), std::max(held.mapped, mapped)};
     }
@@ -388,6 +409,7 @@ void Plan::end(Step* step) {
   }
   now_ = now_ == step ? nullptr : now_;
   using_ = using_ == step ? nullptr : using_;
+  away_ -= step->away;
   steps_.remove_if([&](const Step& one) { return &one == step; });
 }
 
@@ -402,6 +424,12 @@ void Plan::learn(Step& step) {
   const bool fewer = !same_kind || trace->evicted_bytes() <= (*same)->evicted_bytes();
   const bool planned = same_kind && (*same)->planned;
   const bool settled = planned && (*same)->drops() && (*same)->tried_all();
+  std::unordered_set<std::uint64_t> ran;  // calls, again
+  for (const Trace::Entry& entry : trace->entries) {
+    if (entry.rerun_bytes != 0) {
+      ran.insert(entry.call);
+    }
+  }
   bool more_recipes = false;
   for (std::size_t i = 0; i < trace->entries.size(); ++i) {
     Trace::Entry& entry = trace->entries[i];
@@ -414,6 +442,7 @@ void Plan::learn(Step& step) {
     entry.seen_as = before.seen_as;
     entry.again_ns = before.again_ns;
     entry.rerun_ns = before.rerun_ns;
+    entry.rerun_bytes = ran.contains(entry.call) ? entry.rerun_bytes : before.rerun_bytes;
     entry.comes = before.comes;
     if (entry.left_as == KnownRecord::kNever && before.left_as != KnownRecord::kNever) {
       entry.left_as = trace->leavers + before.left_as;  // behind all that left now

@@ -57,6 +57,11 @@ class Plan {
   // Somebody holds a weight group that nobody held; nobody does any more.
   void weights_held(std::uint32_t group, Bytes bytes);
   void weights_left(std::uint32_t group);
+  // The function of a call begins to run again, with so much occupied; it ended, whatever came of
+  // it; it had made all that it was to, the last of it this record.
+  void rerun_begins(Bytes occupied);
+  void rerun_ends() { rerun_.on = false; }
+  void rerun_made(Place last);
   // So much is live now: torch's and backward's blocks.
   void live(Bytes bytes);
   // So much is occupied, at the most since it was said last, and mapped.
@@ -293,8 +298,18 @@ class Plan {
   std::list<std::shared_ptr<Trace>> traces_;  // newest first
   std::list<Step> steps_;                     // those whose records are alive, and the newest
   std::uint32_t timed_step_ = 0;  // the step that is measured; 0: it has gone another way
-  Step* now_ = nullptr;           // the newest; null before the first
-  Step* using_ = nullptr;         // whose record was asked for last
+  // What a call takes that runs again, beside what is occupied in any case. What is away counts
+  // with that, so that what comes or goes meanwhile is not of the call.
+  struct Rerun {
+    bool on = false;
+    Bytes before = 0;  // occupied and away
+    Bytes made = 0;    // of what was dropped, since
+    Bytes most = 0;    // beside `before`, at once
+  };
+  Rerun rerun_;
+  Bytes away_ = 0;         // of all steps
+  Step* now_ = nullptr;    // the newest; null before the first
+  Step* using_ = nullptr;  // whose record was asked for last
   std::uint32_t serial_ = 0;
   std::uint32_t ids_ = 0;
   std::uint64_t version_ = 0;

@@ -30,12 +30,16 @@ constexpr double kFewerBytes = 1.5;
 constexpr Bytes kHoles = 10;
 // Shares of the lanes' idle time that are planned with: less leaves room for what is not as known.
 constexpr double kIdle[] = {1.0, 0.85, 0.6, 0.4};
-constexpr std::size_t kNotCrowded = 2;  // of those, where the lanes were as free as forecast
+constexpr std::size_t kNotCrowded = 2;   // of those, where the lanes were as free as forecast
+constexpr std::size_t kOnlyOnce = 1024;  // records: more are planned once
 // How many kinds of what can be made again are looked at apart.
 constexpr std::size_t kKinds = 6;
 
 // Twice: what may come back depends on when copies out end, and so on how long the GPU waits.
 Forecast forecast(Grid& grid, std::span<const Fate> fates) {
+  for (Placed& one : grid.records) {
+    one.done = grid.buckets;
+  }
   place_copies(grid, leaving(grid, fates));
   Simulation first(grid, fates);
   first.run();
@@ -61,6 +65,32 @@ std::vector<double> cheap_kinds(const std::vector<Droppable>& items) {
     }
   }
   return kinds;
+}
+
+double takes(const Forecast& of) { return static_cast<double>(of.late_ns + of.again_ns); }
+
+KnownStep with_records(const KnownStep& step, std::span<const KnownRecord> records) {
+  KnownStep other = step;
+  other.records = records;
+  return other;
+}
+
+// The records with nothing that a call can make; none where no call can, where nothing else does,
+// or where planning twice takes the host too long.
+std::vector<KnownRecord> without_calls(const KnownStep& step) {
+  const auto any = [&](auto what) {
+    return std::any_of(step.records.begin(), step.records.end(), what);
+  };
+  std::vector<KnownRecord> records;
+  if (step.records.size() <= kOnlyOnce &&
+      any([](const KnownRecord& one) { return one.call != 0; }) &&
+      any([](const KnownRecord& one) { return one.again_ns > 0; })) {
+    records.assign(step.records.begin(), step.records.end());
+    for (KnownRecord& one : records) {
+      one.call = 0;
+    }
+  }
+  return records;
 }
 
 // Beside what was done before.
@@ -100,17 +130,31 @@ double noise(const KnownStep& step) {
 
 std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, bool crowded) {
   std::vector<Proposal> all;
+  Grid scratch(step);
+  const auto find = [&](const Grid& grid, const std::vector<Droppable>& items, double idle,
+                        double cheap) {
+    std::vector<Fate> found = Search(grid, items, idle, cheap).run();
+    const Forecast told = forecast(scratch, found);
+    all.push_back({std::move(found), cost(step, told, before, !items.empty()), told});
+  };
+  const auto idles = std::span(kIdle).first(crowded ? std::size(kIdle) : kNotCrowded);
   const Grid grid(step);
   const std::vector<Droppable> items = droppable(grid);
   for (const double cheap : cheap_kinds(items)) {
-    for (const double idle : std::span(kIdle).first(crowded ? std::size(kIdle) : kNotCrowded)) {
+    for (const double idle : idles) {
       if (idle < 1 && step.records.size() > Grid::kManyRecords) {
         break;  // it takes the host too long
       }
-      std::vector<Fate> found = Search(grid, items, idle, cheap).run();
-      const Forecast told = forecast(step, found);
-      all.push_back({std::move(found), cost(step, told, before, !items.empty()), told});
+      find(grid, items, idle, cheap);
     }
+  }
+  if (const std::vector<KnownRecord> records = without_calls(step); !records.empty()) {
+    const Grid nodes(with_records(step, records));
+    const std::vector<Droppable> of_nodes = droppable(nodes);
+    const double dearest = cheap_kinds(of_nodes).back();
+    find(nodes, of_nodes, idles.front(), 0);
+    find(nodes, of_nodes, idles.front(), dearest);
+    find(nodes, of_nodes, idles.back(), dearest);
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const auto& a, const auto& b) { return a.ns < b.ns; });
@@ -118,8 +162,16 @@ std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, b
 }
 
 std::vector<Fate> moving_least(const KnownStep& step) {
-  const Grid grid(step);
-  return Search(grid, droppable(grid), 0, 0).run();
+  const auto find = [](const KnownStep& of) {
+    const Grid grid(of);
+    return Search(grid, droppable(grid), 0, 0).run();
+  };
+  std::vector<Fate> all = find(step);
+  if (const std::vector<KnownRecord> records = without_calls(step); !records.empty()) {
+    std::vector<Fate> nodes = find(with_records(step, records));
+    return takes(forecast(step, nodes)) < takes(forecast(step, all)) ? nodes : all;
+  }
+  return all;
 }
 
 double to_beat(const KnownStep& step, const Forecast& before) {
@@ -146,7 +198,8 @@ std::vector<Bytes> least_occupied(const KnownStep& step, std::span<const Fate> f
   Grid grid(step);
   forecast(grid, fates);
   const std::vector<MadeAgain> again = made_again(grid, fates);
-  std::vector<Bytes> away(step.full.size() + 1, 0);  // changes; unsigned, and sums come out right
+  std::vector<Bytes> beside(step.full.size() + 1, 0);  // what a call takes that runs again then
+  std::vector<Bytes> away(step.full.size() + 1, 0);    // changes; unsigned, and sums come out right
   for (std::size_t i = 0; i < fates.size(); ++i) {
     const KnownRecord& record = step.records[i];
     const Placed& one = grid.records[i];
@@ -158,9 +211,14 @@ std::vector<Bytes> least_occupied(const KnownStep& step, std::span<const Fate> f
       const auto from = std::lower_bound(grid.bucket_of.begin(), grid.bucket_of.end(), one.done);
       begin = std::max(begin, static_cast<std::size_t>(from - grid.bucket_of.begin()));
     }
-    const std::uint32_t used =
-        fates[i] == Fate::drop ? step.records[again[i].by].used : record.used;
-    const std::size_t end = std::min<std::size_t>(used, step.full.size());
+    std::size_t end = record.used;
+    if (fates[i] == Fate::drop) {
+      end = step.records[again[i].by].used;
+      // A call has made all of it before that moment begins.
+      end -= again[i].by_call ? std::min<std::size_t>(end, 1) : 0;
+    }
+    end = std::min(end, step.full.size());
+    beside[end] = std::max(beside[end], static_cast<Bytes>(again[i].beside));
     if (begin < end) {
       away[begin] += record.bytes;
       away[end] -= record.bytes;
@@ -171,7 +229,7 @@ std::vector<Bytes> least_occupied(const KnownStep& step, std::span<const Fate> f
   for (std::size_t m = 0; m < least.size(); ++m) {
     sum += away[m];
     // Where that is not enough others leave too, or the GPU waits.
-    least[m] = std::min(step.full[m] - std::min(step.full[m], sum), step.high);
+    least[m] = std::min(step.full[m] + beside[m] - std::min(step.full[m], sum), step.high);
   }
   return least;
 }

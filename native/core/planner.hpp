@@ -33,6 +33,7 @@ struct KnownRecord {
   // makes all before it as well, as many of them as were dropped.
   std::uint64_t call = 0;
   std::uint64_t rerun_ns = 0;
+  Bytes rerun_bytes = 0;  // that it takes then, beside what it makes
 };
 
 // A weight group that nobody holds from one moment to another (not in the last one; kNever: to the

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/types.hpp"
 
@@ -66,6 +68,50 @@ class PrefetchReserve {
   unsigned kept_ = 0;      // steps since the last one,
   unsigned since_ = 0;     // and since some came early
   bool forgot_ = false;    // an eighth, since those
+};
+
+// One of each plan (Plan::in_use; 0: none is followed). What one needed that was tried for two
+// steps is not left to the one that is gone back to: it kept most of what backward asks for away
+// there, for as many steps as forgetting takes.
+class PlanReserves {
+ public:
+  const PrefetchReserve& now() const { return now_.reserve; }
+  void begin_step(std::uint64_t plan, Bytes high, Bytes low, bool link_bounds) {
+    if (plan != now_.plan) {
+      follow(plan);
+    }
+    now_.reserve.enter(high, low);
+    now_.reserve.begin_step(link_bounds);
+  }
+  void came_early(Bytes bytes, Bytes low) { now_.reserve.came_early(bytes, low); }
+
+ private:
+  static constexpr std::size_t kPlans = 32;
+
+  struct One {
+    std::uint64_t plan = 0;
+    PrefetchReserve reserve{};
+  };
+
+  // One that is new begins with what the one before it has learned: what weights need, no plan
+  // changes.
+  void follow(std::uint64_t plan) {
+    const auto found = std::find_if(others_.begin(), others_.end(),
+                                    [&](const One& one) { return one.plan == plan; });
+    One next{plan, now_.reserve};
+    if (found != others_.end()) {
+      next = *found;
+      others_.erase(found);
+    }
+    if (others_.size() == kPlans) {
+      others_.erase(others_.begin());  // the one that was left first
+    }
+    others_.push_back(now_);
+    now_ = next;
+  }
+
+  One now_;
+  std::vector<One> others_;  // the one that was left last comes last
 };
 
 }  // namespace stagehand::core

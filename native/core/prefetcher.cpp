@@ -31,15 +31,13 @@ bool can_come(const Record& record) {
 
 }  // namespace
 
-void Prefetcher::begin_step() { reserve_.enter(d_.budget.high, d_.budget.low); }
-
 void Prefetcher::awaited(Tick arrived) {
   if (arrived.clock == d_.transfers.in().clock().index()) {
     awaited_ = std::max(awaited_, arrived.seq);
   }
 }
 
-void Prefetcher::leave_more(Bytes bytes) { reserve_.came_early(bytes, d_.budget.low); }
+void Prefetcher::leave_more(Bytes bytes) { reserves_.came_early(bytes, d_.budget.low); }
 
 bool Prefetcher::link_bounds() const {
   const std::shared_ptr<const Trace> newest = d_.plan.newest();
@@ -192,7 +190,7 @@ bool Prefetcher::room_for(const Record& record, Bytes bytes, Bytes room, Bytes* 
 // rest stays for holes.
 Bytes Prefetcher::room(bool measured) const {
   const Bytes most = d_.budget.low + (measured ? (d_.budget.high - d_.budget.low) / 2 : 0);
-  return most - std::min(most, reserve_.bytes());
+  return most - std::min(most, reserves_.now().bytes());
 }
 
 // Whether what a look would bring is less than a batch, while more than one is there: then it would
@@ -282,7 +280,7 @@ void Prefetcher::choose(Record& from, bool far, std::vector<Wanted>* wanted, Byt
 void Prefetcher::run(Entry& entry, RecordId from_id) {
   if (step_ != d_.books.step()) {
     step_ = d_.books.step();
-    reserve_.begin_step(link_bounds());
+    reserves_.begin_step(d_.plan.in_use(), d_.budget.high, d_.budget.low, link_bounds());
     look_again();
     far_records_ = kFarRecords;
   }

@@ -33,10 +33,8 @@ class Prefetcher {
   const std::optional<Plan::Place>& lacks() const { return lacks_; }
   // How many records were looked at, since the start.
   std::uint64_t looked() const { return looked_; }
-  // A pool is entered.
-  void begin_step();
   // As if nothing had come too early.
-  void forget_steps() { reserve_ = {}; }
+  void forget_steps() { reserves_ = {}; }
   // Somebody was given a record that this copy fills, and may be waiting for it.
   void awaited(Tick arrived);
 
@@ -75,7 +73,7 @@ class Prefetcher {
 
   Device& d_;
   std::uint32_t step_ = 0;
-  PrefetchReserve reserve_;
+  PlanReserves reserves_;
   unsigned turn_ = 0;
   std::optional<Plan::Place> lacks_;
   Seq newest_ = 0;              // of what was queued in turn

@@ -246,6 +246,9 @@ void Runtime::made(RecordId id, driver::Stream stream, bool rerun) {
   if (const Record* record = d_.ledger.find(id); record != nullptr) {
     const bool newest = record->place.step == d_.books.step();
     d_.clocks.steps.made(stream, newest ? record->place.index : KnownRecord::kNever, rerun);
+    if (rerun) {
+      d_.plan.rerun_made(record->place);
+    }
   }
 }
 
@@ -315,6 +318,18 @@ void Runtime::forget_recipes(std::span<const RecordId> records) {
 void Runtime::note_rerun() {
   Entry entry(d_.gate);
   ++d_.counters.reruns;
+}
+
+void Runtime::rerun_begins() {
+  Entry entry(d_.gate);
+  d_.store->look();
+  d_.plan.rerun_begins(d_.without_idle(d_.counters.occupied));
+}
+
+void Runtime::rerun_ends() {
+  Entry entry(d_.gate);
+  d_.store->look();
+  d_.plan.rerun_ends();
 }
 
 bool Runtime::resident(RecordId id) {

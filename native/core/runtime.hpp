@@ -105,8 +105,11 @@ class Runtime {
   bool by_node(RecordId record);
   // The region is not to run again: of these, what is not dropped yet leaves by copy.
   void forget_recipes(std::span<const RecordId> records);
-  // A region runs again.
+  // A region is to run again; its function begins to, with its inputs at hand; it ended, whatever
+  // came of it. What it takes in between is not the step's own.
   void note_rerun();
+  void rerun_begins();
+  void rerun_ends();
   // Whether unpack will find the record on the device; where not, it may have to make room.
   bool resident(RecordId record);
   // Bytes saved of the record's storage; 0 when it is gone.

@@ -91,7 +91,6 @@ void Runtime::set_budget(const Budget& budget) {
   wants_regions_.store(d_.plan.wants_regions(), std::memory_order_relaxed);
   look_for_recipes();
   d_.departures.begin_step(occupied);
-  d_.prefetcher.begin_step();
   d_.host.begin_step();
   d_.stalls.collect();
   if (link_bound_.note(d_.transfers.bytes_back(), d_.counters.stall_ns)) {

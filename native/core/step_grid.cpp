@@ -5,6 +5,7 @@ namespace stagehand::core {
 std::vector<MadeAgain> made_again(const Grid& grid, std::span<const Fate> fates) {
   struct Run {
     double ns = 0;
+    double bytes = 0;
     std::uint32_t by = 0;
     bool any = false;
   };
@@ -22,6 +23,7 @@ std::vector<MadeAgain> made_again(const Grid& grid, std::span<const Fate> fates)
     }
     Run& run = runs[one.call];
     run.ns = std::max(run.ns, one.rerun_ns);
+    run.bytes = std::max(run.bytes, one.rerun_bytes);
     // Of several in one bucket most likely the last one saved is the first one used.
     run.by = run.any && grid.records[run.by].used < one.used ? run.by : i;
     run.any = true;
@@ -33,7 +35,9 @@ std::vector<MadeAgain> made_again(const Grid& grid, std::span<const Fate> fates)
     const bool comes = fates[i] == Fate::drop && one.call != 0 && run.any &&
                        (!by_node[i] || one.rerun_ns <= run.ns) &&
                        grid.records[run.by].used <= one.used;
-    all[i] = comes ? MadeAgain{run.by, run.by == i ? run.ns : 0} : MadeAgain{i, one.again_ns};
+    all[i] = !comes        ? MadeAgain{i, one.again_ns}
+             : run.by == i ? MadeAgain{i, run.ns, run.bytes, true}
+                           : MadeAgain{run.by, 0, 0, true};
   }
   return all;
 }

@@ -23,12 +23,15 @@ struct Placed {
   const std::uint32_t* made_of = nullptr;  // KnownRecord's
   std::size_t call = 0;                    // that can be run again for it, from 1 on; 0: none
   double rerun_ns = 0;
+  double rerun_bytes = 0;
 };
 
 // When a dropped record is made again, and what is computed for it then.
 struct MadeAgain {
   std::uint32_t by = 0;  // the record whose use that is at; itself but where a call makes several
   double ns = 0;
+  double beside = 0;  // KnownRecord::rerun_bytes of the call that runs for it
+  bool by_call = false;
 };
 
 struct Grid {
@@ -67,6 +70,7 @@ struct Grid {
       if (record.call != 0) {
         placed.call = numbers.try_emplace(record.call, numbers.size() + 1).first->second;
         placed.rerun_ns = static_cast<double>(record.rerun_ns);
+        placed.rerun_bytes = static_cast<double>(record.rerun_bytes);
       }
       place(placed, record.retained, record.used);
       records.push_back(placed);

@@ -175,6 +175,7 @@ void Trace::time_reruns(std::vector<KnownRecord>* records) const {
     double begin = 0;
     double measured = 0;
     double took = 0;  // in forward, what was measured
+    Bytes bytes = 0;
   };
   std::unordered_map<std::uint64_t, Call> calls;
   Call all;
@@ -189,6 +190,8 @@ void Trace::time_reruns(std::vector<KnownRecord>* records) const {
       continue;
     }
     Call& call = calls.try_emplace(entry.call, Call{at(entry)}).first->second;
+    call.bytes = std::max(call.bytes, entry.rerun_bytes);
+    all.bytes = std::max(all.bytes, entry.rerun_bytes);
     if (entry.rerun_ns != 0) {
       for (Call* one : {&call, &all}) {
         one->measured += static_cast<double>(entry.rerun_ns);
@@ -204,6 +207,7 @@ void Trace::time_reruns(std::vector<KnownRecord>* records) const {
       (*records)[i].call = entries[i].call;
       (*records)[i].rerun_ns =
           static_cast<std::uint64_t>(std::max(1.0, scale * span(call, entries[i])));
+      (*records)[i].rerun_bytes = call.bytes != 0 ? call.bytes : all.bytes;
     }
   }
 }
@@ -314,7 +318,7 @@ void Trace::drop_what_is_cheap() {
 void Trace::forget_times() {
   at_ns.clear();
   for (Entry& entry : entries) {
-    entry.again_ns = entry.rerun_ns = 0;
+    entry.again_ns = entry.rerun_ns = entry.rerun_bytes = 0;
   }
   forget_trials();
 }

@@ -50,6 +50,7 @@ struct Trace {
     SeenAs seen_as;
     std::uint64_t again_ns = 0;  // by the recipe, as last measured; 0: never was
     std::uint64_t rerun_ns = 0;  // by the call, from its beginning on, likewise
+    Bytes rerun_bytes = 0;       // by its newest run, beside what that made; on the last of it
     bool comes = false;          // if dropped too: its call runs past it in any case
     bool leaves = false;         // is to leave in the next step
     bool away = false;

@@ -128,7 +128,14 @@ void Call::end() {
   }
 }
 
-nb::object Call::capture() const { return capture_.is_valid() ? capture_ : nb::none(); }
+// torch has unpacked the function's inputs by now, which may have run other calls.
+nb::object Call::capture() {
+  if (!capture_.is_valid()) {
+    return nb::none();
+  }
+  runtime_->rerun_begins();
+  return capture_;
+}
 
 Call* Call::open_here() {
   while (here.open != nullptr) {
@@ -212,6 +219,7 @@ nb::object Call::make(Hooks& hooks, const Handle& handle, bool exact) {
   auto& capture = *nb::inst_ptr<Capture>(hooks_of_run);
   capture_ = hooks_of_run;
   const auto over = [&] {
+    runtime_->rerun_ends();
     capture_.reset();
     capture.end();
   };

@@ -32,8 +32,8 @@ class Call {
   static void begin(nb::handle call, nb::object sentinel);
   // It has returned, or raised.
   void end();
-  // Of the re-run that is going on; null without one.
-  nb::object capture() const;
+  // Of the re-run that is going on, whose function begins now; null without one.
+  nb::object capture();
 
   // The innermost call that runs on this thread; null without one.
   static Call* open_here();

@@ -23,8 +23,9 @@ namespace stagehand::entry {
 
 namespace {
 
-// KnownRecord, with -1 for never: bytes, retained, used, again_ns, call, rerun_ns, made_of.
-constexpr std::size_t kFields = 6 + core::Made::kInputs;
+// KnownRecord, with -1 for never: bytes, retained, used, again_ns, call, rerun_ns, made_of,
+// rerun_bytes.
+constexpr std::size_t kFields = 7 + core::Made::kInputs;
 using RecordRow = std::array<std::int64_t, kFields>;
 // IdleWeights, likewise: bytes, from, until.
 using IdleRow = std::array<std::int64_t, 3>;
@@ -61,6 +62,7 @@ nb::dict step_shape(int device) {
     for (std::size_t n = 0; n < core::Made::kInputs; ++n) {
       row[6 + n] = signed_place(one.made_of[n]);
     }
+    row.back() = static_cast<std::int64_t>(one.rerun_bytes);
     records.push_back(row);
   }
   nb::list fates;
@@ -109,8 +111,8 @@ nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Byte
   std::vector<core::KnownRecord> records;
   for (const RecordRow& row : rows) {
     core::KnownRecord one;
-    if (row[0] <= 0 || row[3] < 0 || row[4] < 0 || row[5] < 0) {
-      throw std::invalid_argument("a record has a size, and no time is negative");
+    if (row[0] <= 0 || row[3] < 0 || row[4] < 0 || row[5] < 0 || row.back() < 0) {
+      throw std::invalid_argument("a record has a size, and nothing it takes is negative");
     }
     one.bytes = static_cast<core::Bytes>(row[0]);
     one.retained = place_of(row[1], full.size(), "where a record is retained");
@@ -121,6 +123,7 @@ nb::dict advise(const std::vector<RecordRow>& rows, const std::vector<core::Byte
     for (std::size_t n = 0; n < core::Made::kInputs; ++n) {
       one.made_of[n] = place_of(row[6 + n], rows.size(), "what a record is made of");
     }
+    one.rerun_bytes = static_cast<core::Bytes>(row.back());
     records.push_back(one);
   }
   std::vector<core::IdleWeights> idle;

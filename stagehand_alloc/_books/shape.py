@@ -20,7 +20,7 @@ from stagehand_alloc._extension import native
 
 POINTS = 128  # of the curves, at most
 _MOST_MOMENTS = 65536  # of a step whose records are kept: a line stays below some MB
-_RECORD_FIELDS, _IDLE_FIELDS = 9, 3  # native/entry/shapes.cpp
+_RECORD_FIELDS, _IDLE_FIELDS = 10, 3  # native/entry/shapes.cpp
 _LARGEST = 1 << 62
 
 Row = tuple[int, ...]
@@ -31,7 +31,8 @@ class KnownStep:
     """A step as the planner looks at it (native/core/planner.hpp). Bytes and nanoseconds."""
 
     records: tuple[Row, ...]
-    """bytes, retained, used (moments; -1: never), again, call, rerun, three places it is made of"""
+    """bytes, retained, used (moments; -1: never), again, call, rerun, three places it is made of,
+    and the bytes that a rerun takes"""
     full: tuple[int, ...]
     """Of each moment: what would be occupied if nothing had left."""
     at_ns: tuple[int, ...]
@@ -192,6 +193,8 @@ def _unpacked(text: str) -> KnownStep:
         raise ValueError(str(error)) from error
     records, full, at_ns, *rest = json.loads(raw)
     idle = rest[0] if rest else []  # an older version wrote none
+    older = _RECORD_FIELDS - 1  # an older version wrote nothing of what a rerun takes
+    records = [[*row, 0] if len(row) == older else row for row in records]
     if not full or (at_ns and len(at_ns) != len(full)):
         raise ValueError("a step has as many times as moments")
     if any(len(row) != _RECORD_FIELDS for row in records):

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <string>
 #include <utility>
@@ -122,6 +123,7 @@ class Replay {
       if (event.kind == 's' && at < regions.size() && i >= regions[at].begin) {
         call_of_[i] = at + 1;
         Call& call = calls_[at];
+        call.region = regions[at];
         call.begin_us = call.saved_us.empty() ? gpu_us : call.begin_us;
         call.saved_us.emplace(event.a, gpu_us);
       }
@@ -264,6 +266,7 @@ class Replay {
   }
 
   struct Call {
+    Region region;
     std::uint64_t begin_us = 0;
     std::map<std::uint64_t, std::uint64_t> saved_us;  // by the record, at its first save
     std::uint64_t step = 0;                           // in which it ran last
@@ -316,14 +319,52 @@ class Replay {
               [](const auto& a, const auto& b) { return a.first < b.first; });
     runtime.note_rerun();
     runtime.making(wanted.back().second, stream_);
-    std::uint64_t at_us = call.begin_us;
-    for (const auto& [us, id] : wanted) {
-      const Address made = rig_.allocate(runtime.bytes_of(id), stream_);
-      CHECK_EQ(keep_busy(stream_, 1000 * (us - at_us)), driver::kSuccess);
-      at_us = us;
-      CHECK(runtime.refill(id, made, stream_));
-      CHECK(runtime.free(made));
+    runtime.rerun_begins();
+    // All that the function takes, as far as that; what it saves and nobody wants, it drops soon.
+    std::map<std::uint64_t, RecordId> missing;
+    for (const auto& [record, us] : call.saved_us) {
+      if (const auto found = records_.find(record);
+          found != records_.end() && runtime.dropped(found->second.record)) {
+        missing.emplace(record, found->second.record);
+      }
     }
+    std::uint64_t at_us = call.begin_us;
+    std::map<std::uint64_t, Address> there;
+    std::deque<std::uint64_t> unwanted;
+    const auto free = [&](std::uint64_t block) {
+      if (const auto found = there.find(block); found != there.end()) {
+        CHECK(runtime.free(found->second));
+        there.erase(found);
+      }
+    };
+    for (std::size_t i = call.region.begin; i < call.region.end && !missing.empty(); ++i) {
+      const Event& event = events_[i];
+      if (event.kind == 't' && event.a > at_us) {
+        CHECK_EQ(keep_busy(stream_, 1000 * (event.a - at_us)), driver::kSuccess);
+        at_us = event.a;
+      } else if (event.kind == 'a') {
+        there[event.a] = rig_.allocate(event.b, stream_);
+      } else if (event.kind == 'f') {
+        free(event.a);
+      } else if (event.kind == 's') {
+        const auto found = missing.find(event.a);
+        const auto block = there.find(event.b);
+        if (found != missing.end() && block != there.end()) {
+          CHECK(runtime.refill(found->second, block->second, stream_));
+          missing.erase(found);
+        }
+        unwanted.push_back(event.b);
+        if (unwanted.size() > 3) {
+          free(unwanted.front());
+          unwanted.pop_front();
+        }
+      }
+    }
+    CHECK(missing.empty());
+    for (const auto& [block, address] : there) {
+      CHECK(runtime.free(address));
+    }
+    runtime.rerun_ends();
     runtime.made(wanted.back().second, stream_, true);
   }
 

@@ -666,6 +666,7 @@ class LoraReplay {
     CHECK(end > call.begin);
     runtime.note_rerun();
     runtime.making(id, stream_);
+    runtime.rerun_begins();
     std::map<std::uint64_t, typename Tensors::Made> others;
     std::uint64_t before_us = call.begin_us;
     for (std::size_t i = call.begin; i < end; ++i) {
@@ -704,6 +705,7 @@ class LoraReplay {
     for (const auto& [block, made] : others) {
       tensors_.drop(made);
     }
+    runtime.rerun_ends();
     runtime.made(id, stream_, true);
   }
 

@@ -86,6 +86,34 @@ TEST("inside another budget it is forgotten as fast as at first, and is never mo
   CHECK(reserve.bytes() < 1_GiB);
 }
 
+TEST("what one plan needs another does not: gone back to, it has what it had") {
+  PlanReserves reserves;
+  reserves.begin_step(1, kHigh, kLow, false);
+  reserves.came_early(100_MiB, kLow);
+  reserves.begin_step(2, kHigh, kLow, false);  // is tried, and knows what was known before it
+  CHECK_EQ(reserves.now().bytes(), 100_MiB - 100_MiB / 8);
+  reserves.came_early(8_GiB, kLow);
+  reserves.begin_step(2, kHigh, kLow, false);
+  CHECK(reserves.now().bytes() > 7_GiB);
+  reserves.begin_step(1, kHigh, kLow, false);
+  CHECK(reserves.now().bytes() < 100_MiB);
+  reserves.begin_step(2, kHigh, kLow, false);
+  CHECK(reserves.now().bytes() > 6_GiB);
+}
+
+TEST("of many plans the last ones are known, and none has more than low") {
+  PlanReserves reserves;
+  for (std::uint64_t plan = 1; plan <= 1000; ++plan) {
+    reserves.begin_step(plan, kHigh, kLow, false);
+    reserves.came_early(4_GiB, kLow);
+  }
+  for (std::uint64_t plan = 1000; plan > 900; --plan) {
+    reserves.begin_step(plan, 4_GiB, 1_GiB, false);
+    CHECK(reserves.now().bytes() <= 1_GiB);
+    CHECK_EQ(reserves.now().patience(), 1);
+  }
+}
+
 TEST("after long without any it is forgotten faster again") {
   PrefetchReserve reserve = entered();
   learn(reserve, 200, 1_GiB, 128_MiB);

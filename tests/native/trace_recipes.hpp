@@ -20,16 +20,30 @@ struct SavedByBlock {
   using MadeOf = std::map<std::string, std::pair<std::vector<std::string>, double>>;
   MadeOf made_of;
   MadeOf products;  // of matrices
+  // Blocks of one forward, where a step has several, and how many records lie between two of these.
+  std::size_t in_forward = 0;
+  std::size_t between = 0;
+
+  std::size_t first_of(std::size_t block) const {
+    const std::size_t forwards = in_forward != 0 ? block / in_forward : 0;
+    return skip + block * names.size() + forwards * between;
+  }
+  bool ends_forward(std::size_t block) const {
+    return (block + 1) % (in_forward != 0 ? in_forward : blocks) == 0;
+  }
 };
 
 inline SavedByBlock saved_by_block(const std::string& trace) {
-  if (trace == "gpt_8k.txt") {
+  if (trace == "gpt_8k.txt" || trace == "pipeline.txt") {
+    const bool forwards = trace == "pipeline.txt";
     return {3_MiB,
             0,
-            12,
+            forwards ? 32U : 12U,
             {"x", "ln1", "qkv", "attn", "x2", "ln2", "up", "gelu"},
             {{"gelu", {{"up"}, 0.9}}},
-            {{"up", {{"ln2"}, 6.8}}, {"qkv", {{"ln1"}, 6.8}}}};
+            {{"up", {{"ln2"}, 6.8}}, {"qkv", {{"ln1"}, 6.8}}},
+            forwards ? 8U : 0U,
+            3};
   }
   if (trace == "llama.txt") {
     return {3_MiB,
@@ -71,10 +85,10 @@ inline std::vector<Region> blocks_of(const std::string& trace) {
   }
   std::vector<Region> regions;
   for (std::size_t block = 0; block < by.blocks; ++block) {
-    const std::size_t first = by.skip + block * by.names.size();
-    const bool last = block + 1 == by.blocks;
-    regions.push_back({large.at(first), last ? large.at(first + by.names.size() - 1) + 1
-                                             : large.at(first + by.names.size())});
+    const std::size_t first = by.first_of(block);
+    regions.push_back({large.at(first), by.ends_forward(block)
+                                            ? large.at(first + by.names.size() - 1) + 1
+                                            : large.at(first + by.names.size())});
   }
   return regions;
 }
@@ -96,7 +110,7 @@ inline std::map<std::uint64_t, Known> recipes_of(const std::string& trace, bool 
   for (std::size_t block = 0; block < by.blocks; ++block) {
     std::map<std::string, std::pair<std::uint64_t, Bytes>> here;
     for (std::size_t i = 0; i < by.names.size(); ++i) {
-      here[by.names[i]] = large.at(by.skip + block * by.names.size() + i);
+      here[by.names[i]] = large.at(by.first_of(block) + i);
     }
     const auto add = [&](const SavedByBlock::MadeOf& all, bool exact) {
       for (const auto& [name, how] : all) {

@@ -38,7 +38,7 @@ def known_step(layers: int = 8, layer: int = GIB, ms: int = 10) -> KnownStep:
     """Each layer saves one record of that size; backward uses them in reverse."""
     moments = 2 * layers + 1
     records = tuple(
-        (layer, i + 2 if i + 1 < layers else i + 1, moments - 1 - i, 0, 0, 0, -1, -1, -1)
+        (layer, i + 2 if i + 1 < layers else i + 1, moments - 1 - i, 0, 0, 0, -1, -1, -1, 0)
         for i in range(layers)
     )
     full = [4 * GIB + min(m, moments - 1 - m) * layer for m in range(moments)]

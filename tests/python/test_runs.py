@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,14 @@ def test_a_kind_of_step_comes_back_as_it_was_written(tmp_path: Path) -> None:
     (run,) = runs.read([write(tmp_path / "s.jsonl", [line(1), with_shape(line(2), of)])]).runs
     assert run.shape == of
     assert _shape.from_json(_shape.to_json(dataclasses.replace(of, known=None))) is not None
+
+
+def test_a_kind_of_step_of_an_older_version_has_calls_that_take_nothing(tmp_path: Path) -> None:
+    of = shape()
+    assert of.known is not None
+    known = [[row[:9] for row in of.known.records], *list(of.known.__dict__.values())[1:]]
+    text = base64.b64encode(zlib.compress(json.dumps(known).encode())).decode()
+    assert _shape.from_json({**_shape.to_json(of), "packed": text}) == of
 
 
 def test_a_broken_kind_of_step_is_none(tmp_path: Path) -> None:
