@@ -359,6 +359,28 @@ def test_a_call_holds_no_memory_of_its_rerun() -> None:
         gc.enable()
 
 
+def test_what_a_rerun_takes_is_known_of_the_region() -> None:
+    """torch asks for a function's inputs first: what that takes, or makes run, is not of it."""
+    blocks = [made(Block) for _ in range(3)]
+    pool = short_pool()
+    for _ in range(3):
+        y = batch()
+        with dropping(), pool:
+            for block in blocks:
+                y = when_needed(block, y)
+            loss = y.square().sum()
+            del y
+            backward(loss)
+            del loss
+        for block in blocks:
+            block.zero_grad(set_to_none=True)
+    with pool:  # the step before is over
+        pass
+    took = {row[4]: row[-1] for row in _native.step_shape(0)["records"] if row[-1] > 0}
+    assert len(took) == len(blocks)
+    assert max(took.values()) > 1
+
+
 # --- Modules that a region reaches in other ways, and threads
 
 
