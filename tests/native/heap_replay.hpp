@@ -308,29 +308,22 @@ class Replay {
   // As far as the last of what was dropped.
   void run_again(const Call& call) {
     Runtime& runtime = *rig_.runtime;
-    std::vector<std::pair<std::uint64_t, RecordId>> wanted;
-    for (const auto& [record, us] : call.saved_us) {
-      if (const auto found = records_.find(record);
-          found != records_.end() && runtime.dropped(found->second.record)) {
-        wanted.emplace_back(us, found->second.record);
-      }
-    }
-    std::sort(wanted.begin(), wanted.end(),
-              [](const auto& a, const auto& b) { return a.first < b.first; });
-    runtime.note_rerun();
-    runtime.making(wanted.back().second, stream_);
-    runtime.rerun_begins();
-    // All that the function takes, as far as that; what it saves and nobody wants, it drops soon.
     std::map<std::uint64_t, RecordId> missing;
+    std::pair<std::uint64_t, RecordId> last;
     for (const auto& [record, us] : call.saved_us) {
       if (const auto found = records_.find(record);
           found != records_.end() && runtime.dropped(found->second.record)) {
         missing.emplace(record, found->second.record);
+        last = us >= last.first ? std::pair(us, found->second.record) : last;
       }
     }
+    runtime.note_rerun();
+    runtime.making(last.second, stream_);
+    runtime.rerun_begins();
+    // All that the function takes, as far as that; what it has saved it lets go of soon.
     std::uint64_t at_us = call.begin_us;
     std::map<std::uint64_t, Address> there;
-    std::deque<std::uint64_t> unwanted;
+    std::deque<std::uint64_t> saved;
     const auto free = [&](std::uint64_t block) {
       if (const auto found = there.find(block); found != there.end()) {
         CHECK(runtime.free(found->second));
@@ -353,10 +346,10 @@ class Replay {
           CHECK(runtime.refill(found->second, block->second, stream_));
           missing.erase(found);
         }
-        unwanted.push_back(event.b);
-        if (unwanted.size() > 3) {
-          free(unwanted.front());
-          unwanted.pop_front();
+        saved.push_back(event.b);
+        if (saved.size() > 3) {
+          free(saved.front());
+          saved.pop_front();
         }
       }
     }
@@ -365,7 +358,7 @@ class Replay {
       CHECK(runtime.free(address));
     }
     runtime.rerun_ends();
-    runtime.made(wanted.back().second, stream_, true);
+    runtime.made(last.second, stream_, true);
   }
 
   Address make(std::uint64_t record) {
