@@ -54,7 +54,6 @@ void add_call(const Grid& grid, const std::vector<std::uint32_t>& all,
     }
     item.retained = mostly_retained(grid, item);
     item.call = grid.records[all.front()].call;
-    item.beside = grid.records[all[end - 1]].rerun_bytes;
     before = ns(end - 1);
     items->push_back(std::move(item));
   }
@@ -91,11 +90,11 @@ Search::Search(const Grid& grid, const std::vector<Droppable>& items, double idl
       out_(grid.buckets, grid.out * idle),
       in_(grid.buckets, grid.in * idle),
       away_(grid.buckets, 0),
-      beside_(grid.calls + 1, 0),
       in_until_(grid.buckets + 1, 0),
       lists_(2 * grid.buckets),
       next_(2 * grid.buckets, 0),
       again_(grid.buckets),
+      runs_again_(grid.calls + 1, false),
       fates_(grid.records.size(), Fate::stay) {
   std::vector<bool> only_dropped(grid.records.size(), false);
   for (std::uint32_t k = 0; k < items.size(); ++k) {
@@ -226,10 +225,9 @@ void Search::drop(std::uint32_t i, std::size_t used) {
 
 // When it is needed; that is later than the time that room is sought for.
 void Search::run_again(const Droppable& item) {
-  if (item.call != 0 && item.used < grid_.buckets) {
-    const double more = item.beside - beside_[item.call];
-    away_[item.used] -= std::max(more, 0.0);
-    beside_[item.call] += std::max(more, 0.0);
+  if (item.call != 0 && item.used < grid_.buckets && !runs_again_[item.call]) {
+    away_[item.used] -= grid_.records[item.records.front()].rerun_bytes;
+    runs_again_[item.call] = true;
   }
 }
 

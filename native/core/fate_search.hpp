@@ -18,7 +18,6 @@ struct Droppable {
   std::size_t retained = 0;  // buckets: nearly all of it from then on
   std::size_t used = 0;      // it is back from then on
   std::size_t call = 0;      // that runs for it; 0: a recipe
-  double beside = 0;         // what that takes then
 };
 
 std::vector<Droppable> droppable(const Grid& grid);
@@ -57,13 +56,13 @@ class Search {
   Row out_;  // idle time of the lanes, in bytes
   Row in_;
   Row away_;
-  Row beside_;    // what calls take that run again, by the call: of those that do
   Row in_until_;  // idle time of the H2D lane from the moment looked at to before this one
   // By the bucket in which they are retained: records, and behind them idle weights.
   std::vector<std::vector<std::uint32_t>> lists_;
   std::vector<std::size_t> next_;
   std::vector<std::vector<std::uint32_t>> again_;                               // items, likewise
   std::priority_queue<ByCost, std::vector<ByCost>, std::greater<>> droppable_;  // retained so far
+  std::vector<bool> runs_again_;                                                // by the call
   std::vector<Fate> fates_;
 };
 

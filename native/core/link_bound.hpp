@@ -17,19 +17,16 @@ class LinkBound {
 
   bool is() const { return bound_; }
   // Bytes that came back since the start, and ns that compute waited for such. Steps are bound by
-  // the link from an eighth of the time on that it takes for those bytes, and down to a 16th. True:
-  // that has changed.
-  bool note(Bytes back, std::uint64_t stalled_ns) {
+  // the link from an eighth of the time on that it takes for those bytes, and down to a 16th.
+  void note(Bytes back, std::uint64_t stalled_ns) {
     if (back - back_ < kLooked) {
-      return false;
+      return;
     }
     const std::uint64_t link_ns = (back - back_) / kBytesPerNs;
     const std::uint64_t waited_ns = stalled_ns - stalled_ns_;
     back_ = back;
     stalled_ns_ = stalled_ns;
-    const bool was = bound_;
-    bound_ = waited_ns >= link_ns / (was ? 16 : 8);
-    return bound_ != was;
+    bound_ = waited_ns >= link_ns / (bound_ ? 16 : 8);
   }
 
  private:

@@ -67,8 +67,6 @@ std::vector<double> cheap_kinds(const std::vector<Droppable>& items) {
   return kinds;
 }
 
-double takes(const Forecast& of) { return static_cast<double>(of.late_ns + of.again_ns); }
-
 KnownStep with_records(const KnownStep& step, std::span<const KnownRecord> records) {
   KnownStep other = step;
   other.records = records;
@@ -100,7 +98,7 @@ double cost(const KnownStep& step, const Forecast& told, const Forecast& before,
                                                    : kCopyShare;
   const Bytes fewer = std::min(before.bytes - std::min(before.bytes, told.bytes + told.dropped),
                                before.bytes / kHoles);
-  return static_cast<double>(told.late_ns) + static_cast<double>(told.again_ns) +
+  return told.takes() +
          (share * static_cast<double>(told.bytes) + kFewerBytes * static_cast<double>(fewer)) /
              step.out_bytes_per_ns;
 }
@@ -161,15 +159,19 @@ std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, b
   return all;
 }
 
-std::vector<Fate> moving_least(const KnownStep& step) {
-  const auto find = [](const KnownStep& of) {
+Proposal moving_least(const KnownStep& step) {
+  const auto find = [&](const KnownStep& of) {
     const Grid grid(of);
-    return Search(grid, droppable(grid), 0, 0).run();
+    Proposal found{Search(grid, droppable(grid), 0, 0).run()};
+    found.told = forecast(step, found.fates);
+    found.ns = found.told.takes();
+    return found;
   };
-  std::vector<Fate> all = find(step);
+  Proposal all = find(step);
   if (const std::vector<KnownRecord> records = without_calls(step); !records.empty()) {
-    std::vector<Fate> nodes = find(with_records(step, records));
-    return takes(forecast(step, nodes)) < takes(forecast(step, all)) ? nodes : all;
+    if (Proposal nodes = find(with_records(step, records)); nodes.ns < all.ns) {
+      return nodes;
+    }
   }
   return all;
 }

@@ -100,6 +100,9 @@ struct Forecast {
   Bytes dropped = 0;
   std::uint64_t again_ns = 0;  // to make again what is dropped
   Bytes weights = 0;           // that left for nothing, and come again in the step
+
+  // ns of the GPU that the plan spends.
+  double takes() const { return static_cast<double>(late_ns + again_ns); }
 };
 
 // What weights take that nobody holds, of each moment and after the last one.
@@ -121,8 +124,8 @@ double noise(const KnownStep& step);
 std::vector<Proposal> proposals(const KnownStep& step, const Forecast& before, bool crowded);
 
 // What moves as little as can be: dropped is all that takes less than its copies would if no time
-// of the lanes were free.
-std::vector<Fate> moving_least(const KnownStep& step);
+// of the lanes were free. Its `ns` is what it is forecast to take.
+Proposal moving_least(const KnownStep& step);
 
 // What a proposal must be forecast at less than to take the place of what was done before.
 double to_beat(const KnownStep& step, const Forecast& before);

@@ -93,9 +93,8 @@ void Runtime::set_budget(const Budget& budget) {
   d_.departures.begin_step(occupied);
   d_.host.begin_step();
   d_.stalls.collect();
-  if (link_bound_.note(d_.transfers.bytes_back(), d_.counters.stall_ns)) {
-    limit_lanes();
-  }
+  link_bound_.note(d_.transfers.bytes_back(), d_.counters.stall_ns);
+  limit_lanes();
   pool_serial_ = d_.books.serial();
   const Bytes target = d_.ceiling();  // what the step is known to need again stays
   if (d_.store->begin_step(target)) {
@@ -186,10 +185,11 @@ bool Runtime::set_lane_limits(const LaneLimits& limits) {
   return true;
 }
 
-// Whoever has named a limit shares the link with somebody, as ranks do with each other.
+// Large pieces where weights stream, which gain by it; whoever has named a limit shares the link
+// with somebody, as ranks do with each other.
 void Runtime::limit_lanes() {
-  d_.transfers.limit(lane_limits_,
-                     link_bound_.is() && !d_.plan.ranks() && lane_limits_ == LaneLimits{});
+  const bool alone = !d_.plan.ranks() && lane_limits_ == LaneLimits{};
+  d_.transfers.limit(lane_limits_, link_bound_.is() && alone && !d_.weights.standing().empty());
 }
 
 LaneLimits Runtime::lane_limits() {

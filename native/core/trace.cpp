@@ -15,9 +15,6 @@ constexpr double kSlowNsPerByte = 1.0 / 400;
 constexpr int kTimedAtLeast = 3;  // steps
 // What the host takes to begin to run a call again, beside what the call computes.
 constexpr double kRerunNs = 50e3;
-
-// What is forecast to be spent on what the plan chose.
-double takes(const Forecast& of) { return static_cast<double>(of.late_ns + of.again_ns); }
 }  // namespace
 
 bool Trace::repeats(const Trace& other) const {
@@ -418,18 +415,18 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
   if (other_way && (trials.prefers_best() || !is_not_moved())) {
     return false;
   }
-  RunPlan least(moving_least(step), best->drops_late);
-  const Forecast of = forecast(step, least.fates);
+  Proposal moved = moving_least(step);
+  RunPlan least(std::move(moved.fates), best->drops_late);
   const auto step_ns = static_cast<double>(step.at_ns.back());
   const double saved_ns = kHostNs * static_cast<double>(best->copies() - least.copies());
   const bool spends_much = far_from_free();
   const bool holes = is_not_moved() && trials.best_spent_ns() > step.at_ns.back() / kHoles;
-  const bool worth =
-      saved_ns > kSaved * step_ns || ((spends_much || holes) && of.bytes < before.bytes / 4 * 3);
+  const bool worth = saved_ns > kSaved * step_ns ||
+                     ((spends_much || holes) && moved.told.bytes < before.bytes / 4 * 3);
   least.drops_late = (least.drops_late || (spends_much && is_not_moved())) != other_way;
-  const double most = std::max(takes(before) + kHardly * step_ns,
+  const double most = std::max(before.takes() + kHardly * step_ns,
                                static_cast<double>(trials.best_spent_ns()) - noise(step));
-  if (!worth || takes(of) > most || trials.tried(least, step.records)) {
+  if (!worth || moved.ns > most || trials.tried(least, step.records)) {
     return false;
   }
   *best = std::move(least);
@@ -442,10 +439,11 @@ bool Trace::moves_least(const KnownStep& step, const Forecast& before, RunPlan* 
 bool Trace::tries_first_of_all() {
   std::vector<KnownRecord> records;
   const KnownStep step = known(&records);
-  RunPlan least(moving_least(step));
-  if (!is_not_moved() || takes(forecast(step, least.fates)) > little()) {
+  Proposal moved = moving_least(step);
+  if (!is_not_moved() || moved.ns > little()) {
     return false;
   }
+  RunPlan least(std::move(moved.fates));
   use(least);
   begins_plan = true;
   ++plans;
@@ -488,13 +486,13 @@ void Trace::try_another() {
   const bool costly = spent > 2 * noise(step);
   std::vector<Proposal> found;
   if (!trials.prefers() && (least > 0 || costly)) {  // those come last
-    found = proposals(step, before, spent > takes(before) + 2 * noise(step));
+    found = proposals(step, before, spent > before.takes() + 2 * noise(step));
   }
   RunPlan chosen = trials.best();
   const Forecast of_best = chosen.fates == was.fates ? before : forecast(step, chosen.fates);
   RunPlan other_way(chosen.fates, !chosen.drops_late);
   Forecast of_other = of_best;
-  if (!found.empty() && found.front().ns < takes(of_best)) {
+  if (!found.empty() && found.front().ns < of_best.takes()) {
     other_way.fates = found.front().fates;
     of_other = found.front().told;
   }
@@ -502,7 +500,7 @@ void Trace::try_another() {
   const bool turns =
       !trials.tried(other_way.drops_late) ||
       (trials.prefers_best() && other_way.drops_late && !trials.tried(other_way, records));
-  const double told = takes(of_other);
+  const double told = of_other.takes();
   const bool wastes =
       costly && of_other.dropped > 0 && spent > told + std::max(noise(step), kUnexplained * told);
   const bool enough = timed >= kTimedAtLeast && !last;  // steps, and not too many

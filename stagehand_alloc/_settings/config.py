@@ -83,7 +83,7 @@ class Config:
     h2d_bytes_per_second: Size | None = None
     """Of all copies back."""
     piece: Size | None = None
-    """Copies go in parts of at most so many bytes. None: 16 MiB, or 64 where steps wait for the link."""
+    """Copies go in parts of at most so many bytes. None: 16 MiB, or 64 where weights stream."""
     debug_checksums: bool = False
     """A CRC of every host copy, checked before it is restored: slow, to find bugs."""
     build_trigger: bool = True

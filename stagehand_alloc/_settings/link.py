@@ -30,7 +30,7 @@ class LaneLimits:
     finished, copies ahead of need (write-back, prefetch) hold back; a copy somebody waits for
     always goes. The rates, in bytes per second, hold for all copies of the lane. ``piece``: copies
     go in parts of at most so many bytes, so that others' copies get in between; None is
-    16 MiB, or 64 where steps wait for the link and no limit is set.
+    16 MiB, or 64 where steps wait for weights that stream and no limit is set.
     """
 
     max_inflight_d2h: int | None = None

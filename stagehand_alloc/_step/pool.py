@@ -323,8 +323,8 @@ class Pool:
                 all copies of that lane, the awaited ones too.
             piece: copies of either lane go in parts of at most so many bytes ("1MiB"; 64 KiB at
                 least), so that others' copies get in between; None, the default, is 16 MiB,
-                or 64 where steps wait for the link and no limit is set. The smaller, the sooner
-                others get through and the slower the lane.
+                or 64 where steps wait for weights that stream and no limit is set. The smaller,
+                the sooner others get through and the slower the lane.
 
         Returns the limits now in force. Raises ConfigError, SizeError, ForkedError, or DriverError;
         then nothing has changed.
