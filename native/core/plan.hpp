@@ -202,6 +202,8 @@ class Plan {
   Shown shown() const;
   // What made the record, and the region that it was saved in; null where nobody knows.
   void name(Place place, const char** op, const char** region) const;
+  // The other records that were saved in its call.
+  void of_call(Place place, std::vector<RecordId>* others) const;
   // The trace learned last; null before the first.
   std::shared_ptr<const Trace> newest() const {
     return traces_.empty() ? nullptr : traces_.front();

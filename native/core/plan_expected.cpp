@@ -24,6 +24,31 @@ void Plan::name(Place place, const char** op, const char** region) const {
   }
 }
 
+// They stand side by side, but for those that it was given.
+void Plan::of_call(Place place, std::vector<RecordId>* others) const {
+  constexpr std::uint32_t kApart = 32;
+  const Step* step = step_of(place.step);
+  if (step == nullptr || step->seen.entries[place.index].call == 0) {
+    return;
+  }
+  const std::vector<Trace::Entry>& all = step->seen.entries;
+  const std::uint64_t call = all[place.index].call;
+  std::uint32_t last = place.index;
+  for (std::uint32_t i = place.index; i-- > 0 && last - i <= kApart;) {
+    if (all[i].call == call) {
+      others->push_back(all[i].record);
+      last = i;
+    }
+  }
+  last = place.index;
+  for (std::uint32_t i = place.index + 1; i < all.size() && i - last <= kApart; ++i) {
+    if (all[i].call == call) {
+      others->push_back(all[i].record);
+      last = i;
+    }
+  }
+}
+
 bool Plan::leaves(Place place) const {
   const Step* step = nullptr;
   const Trace::Entry* entry = expected(place, &step);

@@ -20,6 +20,19 @@ void Room::drop(Record& record) {
   d_.books.drop(record);
 }
 
+// Its call runs again in any case, and makes them too.
+void Room::drop_rest_of_call(Plan::Place place) {
+  of_call_.clear();
+  d_.plan.of_call(place, &of_call_);
+  for (const RecordId id : of_call_) {
+    Record* record = d_.ledger.find(id);
+    if (record != nullptr && record->evictable() && !record->asked &&
+        d_.books.victims().drops(*record)) {
+      drop(*record);
+    }
+  }
+}
+
 void Room::poison(const Record& record) {
   if (d_.debug.poison && d_.store->knows_all_users()) {
     d_.transfers.poison(record.block);
@@ -30,6 +43,9 @@ Evicted Room::evict(Record& record, Attempt& attempt) {
   const bool all = d_.debug.evict_everything && record.droppable();
   if (all || d_.books.victims().drops(record)) {
     drop(record);
+    if (!all && !record.by_node && !(d_.plan.follows() && !d_.plan.guesses())) {
+      drop_rest_of_call(record.place);
+    }
     return Evicted::yes;
   }
   const bool clean = record.clean();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "core/ledger.hpp"
 
@@ -56,8 +57,10 @@ class Room {
  private:
   bool copy_out_pageable(Entry& entry, RecordId id);
   void poison(const Record& record);
+  void drop_rest_of_call(Plan::Place place);
 
   Device& d_;
+  std::vector<RecordId> of_call_;  // scratch
 };
 
 }  // namespace stagehand::core

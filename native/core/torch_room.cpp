@@ -414,7 +414,10 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
         const std::size_t before = due.storages.size();
         const Evicted result = evict_window(window, attempt, d_.plan.place(), told, owner);
         // All have left, and nothing can have come: torch has the hole once the lock is given up.
-        if (due.storages.size() == before + window.victims && d_.gate.turn() == turn) {
+        // Others of their calls may have left with them.
+        if (d_.gate.turn() == turn && due.storages.size() >= before + window.victims &&
+            std::all_of(victims_.begin(), victims_.end(),
+                        [](const Record* one) { return one->block == nullptr; })) {
           return;
         }
         look = d_.room.helped(entry, result, attempt);

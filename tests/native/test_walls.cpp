@@ -128,42 +128,19 @@ LoraModel in_regions(double by, bool expandable) {
   constexpr Bytes kGiven = 16_MiB;
   constexpr std::uint64_t kFirstGiven = 1'000'000;  // number of a block of memory
   const std::vector<Region> regions = blocks_of(kTrace);
-  const auto scaled = [by](Bytes bytes) {
-    const auto whole = static_cast<Bytes>(static_cast<double>(bytes) * by);
-    return bytes < 1_KiB ? bytes : round_up(whole, kBlockUnit);
-  };
-  const auto time = [by](std::uint64_t us) {
-    return static_cast<std::uint64_t>(static_cast<double>(us) * by);
-  };
-  std::vector<Event> events = read_trace(kTrace);
+  const std::vector<Event> events = times_as_large(read_trace(kTrace), by);
   std::map<std::uint64_t, std::size_t> region_of;  // of a record
   std::vector<std::size_t> last(regions.size());   // lines of their last records' ends
   std::size_t at = 0;
   for (std::size_t i = 0; i < events.size(); ++i) {
-    Event& event = events[i];
+    const Event& event = events[i];
     at += at < regions.size() && i == regions[at].end ? 1 : 0;
-    switch (event.kind) {
-      case 'a':
-        event.b = scaled(event.b);
-        break;
-      case 's':
-        event.first = scaled(event.first);
-        event.last = scaled(event.last);
-        if (at < regions.size() && i >= regions[at].begin) {
-          region_of.emplace(event.a, at);
-        }
-        break;
-      case 't':
-        event.a = time(event.a);
-        event.b = time(event.b);
-        break;
-      case 'h':
-        if (const auto found = region_of.find(event.a); found != region_of.end()) {
-          last[found->second] = i;
-        }
-        break;
-      default:
-        break;
+    if (event.kind == 's' && at < regions.size() && i >= regions[at].begin) {
+      region_of.emplace(event.a, at);
+    } else if (event.kind == 'h') {
+      if (const auto found = region_of.find(event.a); found != region_of.end()) {
+        last[found->second] = i;
+      }
     }
   }
   LoraModel model;
@@ -172,7 +149,7 @@ LoraModel in_regions(double by, bool expandable) {
   for (std::size_t i = 0; i < events.size(); ++i) {
     if (at < regions.size() && i == regions[at].begin) {
       model.events.push_back({'e', at, 0, 0, 0});
-      model.events.push_back({'a', kFirstGiven + at, scaled(kGiven), 0, 0});
+      model.events.push_back({'a', kFirstGiven + at, times(kGiven, by), 0, 0});
     }
     model.events.push_back(events[i]);
     if (at < regions.size() && i + 1 == regions[at].end) {
@@ -193,7 +170,7 @@ struct Seen {
 };
 
 // After the first ones, waits after some more. `varies`: each is of another size.
-Seen seen_in(double share, bool expandable, bool varies) {
+Seen seen_in(double share, bool expandable, bool varies, unsigned seed = 5) {
   constexpr int kFirst = 4;
   constexpr int kSettled = 16;
   constexpr int kSteps = 40;
@@ -202,7 +179,7 @@ Seen seen_in(double share, bool expandable, bool varies) {
                      static_cast<Bytes>(share * static_cast<double>(use.peak - use.start));
   LoraReplay<HeldTensors, NoWeights> replay(in_regions(1, expandable), high,
                                             lora_machine(on_one_link), Recomputes{false, 1});
-  std::minstd_rand random(5);
+  std::minstd_rand random(seed);
   std::uniform_real_distribution<double> sizes(0.5, 1.0);
   Seen seen;
   std::uint64_t before = 0;
@@ -229,10 +206,16 @@ TEST("steps of regions that keep what they are given stay below high, whatever t
 }
 
 // Where they lie between what leaves, 2.5 and 1.5 waits; where a size that comes again now and then
-// begins anew, 0.04.
+// begins anew, or where only a part leaves of what calls are to make again, 0.04. In which order
+// sizes come decides much: at 50 % one of these orders takes 0.5.
 TEST("in expandable segments such steps give no memory back, for which the GPU is waited for") {
-  CHECK_EQ(seen_in(0.5, true, true).waits, 0);
-  CHECK_EQ(seen_in(0.75, true, true).waits, 0);
+  for (const double share : {0.5, 0.75}) {
+    std::vector<double> waits;
+    for (unsigned order = 1; order <= 7; ++order) {
+      waits.push_back(seen_in(share, true, true, order).waits);
+    }
+    CHECK_EQ(median(waits), 0);
+  }
 }
 
 // 4 and 2 steps go over likewise.

@@ -45,6 +45,31 @@ inline std::vector<Event> read_trace(const std::string& name) {
   return events;
 }
 
+// So many times as large; what is small is the same for any size.
+inline Bytes times(Bytes bytes, double by) {
+  const auto whole = static_cast<Bytes>(static_cast<double>(bytes) * by);
+  return bytes < 1_KiB ? bytes : round_up(whole, kBlockUnit);
+}
+
+// Such a step over so many times as much data: all of it is larger, and takes longer.
+inline std::vector<Event> times_as_large(std::vector<Event> events, double by) {
+  const auto time = [by](std::uint64_t us) {
+    return static_cast<std::uint64_t>(static_cast<double>(us) * by);
+  };
+  for (Event& event : events) {
+    if (event.kind == 'a') {
+      event.b = times(event.b, by);
+    } else if (event.kind == 's') {
+      event.first = times(event.first, by);
+      event.last = times(event.last, by);
+    } else if (event.kind == 't') {
+      event.a = time(event.a);
+      event.b = time(event.b);
+    }
+  }
+  return events;
+}
+
 // How large each block is, by its number.
 inline std::map<std::uint64_t, Bytes> block_bytes(const std::vector<Event>& events) {
   std::map<std::uint64_t, Bytes> bytes;
