@@ -176,6 +176,12 @@ class Plan {
   bool is_new() const;
   // Whether that is a guess: the trace is not of its sizes.
   bool guesses() const { return follows() && now_->kin; }
+  // Whether the record's step has gone another way than each that is remembered, as steps of other
+  // sizes do: what is known of its records is a guess, or nothing.
+  bool strays(Place place) const {
+    const Step* step = step_of(place.step);
+    return step != nullptr && (step->kin || step->diverged);
+  }
   // Whether most of the last steps, more than there are traces of, were of sizes not seen before.
   bool varies() const { return varied_ > kTraces; }
   PlanState state() const;
@@ -202,7 +208,7 @@ class Plan {
   Shown shown() const;
   // What made the record, and the region that it was saved in; null where nobody knows.
   void name(Place place, const char** op, const char** region) const;
-  // The other records that were saved in its call.
+  // The other records that its call made, but for those that stand far from all others.
   void of_call(Place place, std::vector<RecordId>* others) const;
   // The trace learned last; null before the first.
   std::shared_ptr<const Trace> newest() const {

@@ -35,14 +35,14 @@ void Plan::of_call(Place place, std::vector<RecordId>* others) const {
   const std::uint64_t call = all[place.index].call;
   std::uint32_t last = place.index;
   for (std::uint32_t i = place.index; i-- > 0 && last - i <= kApart;) {
-    if (all[i].call == call) {
+    if (all[i].call == call && all[i].by_call) {
       others->push_back(all[i].record);
       last = i;
     }
   }
   last = place.index;
   for (std::uint32_t i = place.index + 1; i < all.size() && i - last <= kApart; ++i) {
-    if (all[i].call == call) {
+    if (all[i].call == call && all[i].by_call) {
       others->push_back(all[i].record);
       last = i;
     }

@@ -42,8 +42,10 @@ void Room::poison(const Record& record) {
 Evicted Room::evict(Record& record, Attempt& attempt) {
   const bool all = d_.debug.evict_everything && record.droppable();
   if (all || d_.books.victims().drops(record)) {
+    // In backward memory comes free, and the call may be needed next, or be running.
+    const bool alone = all || record.by_node || record.asked || !d_.saving;
     drop(record);
-    if (!all && !record.by_node && !(d_.plan.follows() && !d_.plan.guesses())) {
+    if (!alone && d_.plan.strays(record.place)) {
       drop_rest_of_call(record.place);
     }
     return Evicted::yes;

@@ -33,6 +33,8 @@ class Room {
   explicit Room(Device& device) : d_(device) {}
 
   // Device to host and away. A clean record leaves at once; a dirty one's copy is queued first.
+  // Where one is dropped in forward that its call makes again, in a step of sizes not seen before,
+  // all that the call made are.
   Evicted evict(Record& record, Attempt& attempt);
   // All of them, the dirty ones' copies in one batch; up to the first that cannot go.
   Evicted evict_together(std::span<Record* const> records, Attempt& attempt);

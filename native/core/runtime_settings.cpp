@@ -93,7 +93,8 @@ void Runtime::set_budget(const Budget& budget) {
   d_.departures.begin_step(occupied);
   d_.host.begin_step();
   d_.stalls.collect();
-  link_bound_.note(d_.transfers.bytes_back(), d_.counters.stall_ns);
+  link_bound_.note(d_.transfers.bytes_back(), d_.weights.counts().loaded_bytes,
+                   d_.counters.stall_ns);
   limit_lanes();
   pool_serial_ = d_.books.serial();
   const Bytes target = d_.ceiling();  // what the step is known to need again stays
@@ -185,11 +186,10 @@ bool Runtime::set_lane_limits(const LaneLimits& limits) {
   return true;
 }
 
-// Large pieces where weights stream, which gain by it; whoever has named a limit shares the link
-// with somebody, as ranks do with each other.
+// Whoever has named a limit shares the link with somebody, as ranks do with each other.
 void Runtime::limit_lanes() {
   const bool alone = !d_.plan.ranks() && lane_limits_ == LaneLimits{};
-  d_.transfers.limit(lane_limits_, link_bound_.is() && alone && !d_.weights.standing().empty());
+  d_.transfers.limit(lane_limits_, link_bound_.is() && alone);
 }
 
 LaneLimits Runtime::lane_limits() {

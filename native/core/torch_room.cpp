@@ -282,9 +282,16 @@ Evicted TorchStore::evict_last(bool of_mem_pools, Attempt& attempt) {
     return Evicted::nobody;
   }
   const Address address = last->block->address;
+  const std::vector<Due::Storage>& due = d_.gate.due().storages;
+  const std::size_t before = due.size();
   const Evicted result = d_.room.evict(*last, attempt);
   if (result == Evicted::yes) {
     now_idle(address);
+    for (std::size_t i = before; i < due.size(); ++i) {  // others of its call, too
+      if (due[i].address != address) {
+        now_idle(due[i].address);
+      }
+    }
   }
   return result;
 }
@@ -414,10 +421,8 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
         const std::size_t before = due.storages.size();
         const Evicted result = evict_window(window, attempt, d_.plan.place(), told, owner);
         // All have left, and nothing can have come: torch has the hole once the lock is given up.
-        // Others of their calls may have left with them.
-        if (d_.gate.turn() == turn && due.storages.size() >= before + window.victims &&
-            std::all_of(victims_.begin(), victims_.end(),
-                        [](const Record* one) { return one->block == nullptr; })) {
+        // Where others of their calls have left with them, another look tells.
+        if (due.storages.size() == before + window.victims && d_.gate.turn() == turn) {
           return;
         }
         look = d_.room.helped(entry, result, attempt);

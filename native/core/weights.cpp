@@ -363,12 +363,12 @@ bool Weights::record_leaves(GroupId id, Bytes* occupied) {
     d_.departures.copy_ahead(standing_.at(id).bytes);
     return false;
   }
-  const Bytes bytes = record->block->size;
+  const Bytes before = d_.counters.occupied;
   Attempt attempt;
   if (d_.room.evict(*record, attempt) != Evicted::yes) {
     return false;
   }
-  *occupied -= std::min(*occupied, bytes);
+  *occupied -= std::min(*occupied, before - d_.counters.occupied);
   return true;
 }
 

@@ -1,7 +1,7 @@
 // The lanes: pieces, caps, batches, and the checksums of what they carried.
 #include "core/checksum.hpp"
 #include "core/link_bound.hpp"
-#include "native/core_rig.hpp"
+#include "native/weights_rig.hpp"
 
 namespace stagehand::core::test {
 namespace {
@@ -41,12 +41,12 @@ TEST("whoever set nothing shares the link: no more than 16 MiB is queued on a st
   rig.verify_empty();
 }
 
-TEST("steps are bound by the link from an eighth of its time on, and down to a 16th") {
+TEST("steps wait for weights from an eighth of the link's time on, and down to a 16th") {
   constexpr Bytes kBytes = 55 * 8_MiB;  // 8 ms of the link, nearly
   constexpr std::uint64_t kNs = 8_MiB;
   LinkBound link;
   const auto bound = [&](Bytes back, std::uint64_t stalled_ns) {
-    link.note(back, stalled_ns);
+    link.note(back, back / 4, stalled_ns);  // a quarter of it is weights
     return link.is();
   };
   CHECK(!bound(kBytes, kNs / 8 - 1));
@@ -55,36 +55,50 @@ TEST("steps are bound by the link from an eighth of its time on, and down to a 1
   CHECK(bound(3 * kBytes + LinkBound::kLooked - 1, 2 * kNs));  // too little came back to tell
   CHECK(bound(5 * kBytes, 2 * kNs + kNs / 8));
   CHECK(!bound(6 * kBytes, 2 * kNs + kNs / 8 + kNs / 16 - 1));
+  CHECK(bound(7 * kBytes, 4 * kNs));
+  link.note(8 * kBytes, 2 * kBytes - 8, 8 * kNs);  // a little less
+  CHECK(!link.is());
 }
 
 // Copies out in a step, of eight records of 32 MiB. Compute waits for each copy back.
-std::uint64_t copies_out(CoreRig& rig) {
+std::uint64_t copies_out(CoreRig& rig, Model* model = nullptr) {
   const std::uint64_t before = calls("cuMemcpyDtoHAsync");
-  rig.budget(400_MiB, 200_MiB);
+  rig.budget(330_MiB, 200_MiB);
+  if (model != nullptr) {
+    model->run(0, rig.stream());
+  }
   there_and_back(rig, 32_MiB);
   rig.runtime->clear_budget();
   stagehand_sim_drain();
   return calls("cuMemcpyDtoHAsync") - before;
 }
 
-TEST("where steps wait for the link and weights stream, copies go in pieces of 64 MiB") {
-  CoreRig rig({.memory = 512_MiB, .classes = {{64_MiB}, {8}}, .host_limit = 600_MiB});
+TEST("where steps wait for weights that stream, copies go in pieces of 64 MiB") {
+  CoreRig rig({.memory = 512_MiB, .classes = {{64_MiB}, {8}}, .host_limit = 800_MiB});
   CHECK_EQ(copies_out(rig), 8 * 2);
   CHECK_EQ(copies_out(rig), 8 * 2);  // a foreign copy would wait longer, and nothing gain
-  std::vector<std::byte> host(1_MiB);
-  const GroupId weights = rig.runtime->add_weights(1_MiB, host.data());
-  CHECK_EQ(copies_out(rig), 8);
-  CHECK(rig.runtime->set_lane_limits({.piece = 16_MiB}));
-  CHECK_EQ(copies_out(rig), 8 * 2);
-  CHECK(rig.runtime->set_lane_limits({.rate_h2d = 100'000_MiB}));  // somebody shares the link
-  CHECK_EQ(copies_out(rig), 8 * 2);
-  CHECK(rig.runtime->set_lane_limits({}));
-  CHECK_EQ(copies_out(rig), 8);
-  rig.runtime->set_ranks(true);
-  CHECK_EQ(copies_out(rig), 8 * 2);
-  rig.runtime->set_ranks(false);
-  CHECK_EQ(copies_out(rig), 8);
-  rig.runtime->remove_weights(weights);
+  {
+    Model small(rig, 1, 1_MiB);
+    CHECK_EQ(copies_out(rig, &small), 8 * 2);  // which stays
+    CHECK_EQ(copies_out(rig, &small), 8 * 2);
+  }
+  {
+    Model model(rig, 1, 96_MiB);
+    copies_out(rig, &model);
+    CHECK_EQ(copies_out(rig, &model), 8);
+    CHECK(rig.runtime->set_lane_limits({.piece = 16_MiB}));
+    CHECK_EQ(copies_out(rig, &model), 8 * 2);
+    CHECK(rig.runtime->set_lane_limits({.rate_h2d = 100'000_MiB}));  // somebody shares the link
+    CHECK_EQ(copies_out(rig, &model), 8 * 2);
+    CHECK(rig.runtime->set_lane_limits({}));
+    CHECK_EQ(copies_out(rig, &model), 8);
+    rig.runtime->set_ranks(true);
+    CHECK_EQ(copies_out(rig, &model), 8 * 2);
+    rig.runtime->set_ranks(false);
+    CHECK_EQ(copies_out(rig, &model), 8);
+    CHECK(model.counts().counts.loads >= 8);
+  }
+  copies_out(rig);
   CHECK_EQ(copies_out(rig), 8 * 2);
   rig.verify_empty();
 }

@@ -169,8 +169,8 @@ struct Seen {
   double waits = 0;  // for the GPU, a step
 };
 
-// After the first ones, waits after some more. `varies`: each is of another size.
-Seen seen_in(double share, bool expandable, bool varies, unsigned seed = 5) {
+// After the first ones, waits after some more. `varies`: each is of another size, in this order.
+Seen seen_in(double share, bool expandable, bool varies, unsigned order = 5) {
   constexpr int kFirst = 4;
   constexpr int kSettled = 16;
   constexpr int kSteps = 40;
@@ -179,7 +179,7 @@ Seen seen_in(double share, bool expandable, bool varies, unsigned seed = 5) {
                      static_cast<Bytes>(share * static_cast<double>(use.peak - use.start));
   LoraReplay<HeldTensors, NoWeights> replay(in_regions(1, expandable), high,
                                             lora_machine(on_one_link), Recomputes{false, 1});
-  std::minstd_rand random(seed);
+  std::minstd_rand random(order);
   std::uniform_real_distribution<double> sizes(0.5, 1.0);
   Seen seen;
   std::uint64_t before = 0;
@@ -205,16 +205,17 @@ TEST("steps of regions that keep what they are given stay below high, whatever t
   }
 }
 
-// Where they lie between what leaves, 2.5 and 1.5 waits; where a size that comes again now and then
-// begins anew, or where only a part leaves of what calls are to make again, 0.04. In which order
-// sizes come decides much: at 50 % one of these orders takes 0.5.
+// Where they lie between what leaves, 2.5 and 1.5 waits. In which order sizes come decides much: of
+// eight orders 0.06 where only a part leaves of what a call has to make again, 0.08 where of a call
+// that leaves whole only one record counts as free.
 TEST("in expandable segments such steps give no memory back, for which the GPU is waited for") {
+  constexpr unsigned kOrders = 8;
   for (const double share : {0.5, 0.75}) {
-    std::vector<double> waits;
-    for (unsigned order = 1; order <= 7; ++order) {
-      waits.push_back(seen_in(share, true, true, order).waits);
+    double waits = 0;
+    for (unsigned order = 1; order <= kOrders; ++order) {
+      waits += seen_in(share, true, true, order).waits / kOrders;
     }
-    CHECK_EQ(median(waits), 0);
+    CHECK(waits < 0.04);
   }
 }
 
