@@ -20,14 +20,27 @@ void Room::drop(Record& record) {
   d_.books.drop(record);
 }
 
-// Its call runs again in any case, and makes them too.
-void Room::drop_rest_of_call(Plan::Place place) {
+// Its call runs again in any case, and makes them too. Not where they are less than what has left:
+// room for more of that is not made by them, and a run with them takes more at once.
+void Room::drop_rest_of_call(Plan::Place place, Bytes left) {
   of_call_.clear();
   d_.plan.of_call(place, &of_call_);
-  for (const RecordId id : of_call_) {
+  const auto may_leave = [&](RecordId id) {
     Record* record = d_.ledger.find(id);
-    if (record != nullptr && record->evictable() && !record->asked &&
-        d_.books.victims().drops(*record)) {
+    const bool may = record != nullptr && record->evictable() && !record->asked &&
+                     d_.books.victims().drops(*record);
+    return may ? record : nullptr;
+  };
+  Bytes rest = 0;
+  for (const RecordId id : of_call_) {
+    const Record* record = may_leave(id);
+    rest += record != nullptr ? record->block->size : 0;
+  }
+  if (rest < left) {
+    return;
+  }
+  for (const RecordId id : of_call_) {
+    if (Record* record = may_leave(id); record != nullptr) {
       drop(*record);
     }
   }
@@ -44,9 +57,10 @@ Evicted Room::evict(Record& record, Attempt& attempt) {
   if (all || d_.books.victims().drops(record)) {
     // In backward memory comes free, and the call may be needed next, or be running.
     const bool alone = all || record.by_node || record.asked || !d_.saving;
+    const Bytes bytes = record.block->size;
     drop(record);
     if (!alone && d_.plan.strays(record.place)) {
-      drop_rest_of_call(record.place);
+      drop_rest_of_call(record.place, bytes);
     }
     return Evicted::yes;
   }

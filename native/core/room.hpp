@@ -34,7 +34,7 @@ class Room {
 
   // Device to host and away. A clean record leaves at once; a dirty one's copy is queued first.
   // Where one is dropped in forward that its call makes again, in a step of sizes not seen before,
-  // all that the call made are.
+  // all that the call made are, unless it is most of that.
   Evicted evict(Record& record, Attempt& attempt);
   // All of them, the dirty ones' copies in one batch; up to the first that cannot go.
   Evicted evict_together(std::span<Record* const> records, Attempt& attempt);
@@ -59,7 +59,7 @@ class Room {
  private:
   bool copy_out_pageable(Entry& entry, RecordId id);
   void poison(const Record& record);
-  void drop_rest_of_call(Plan::Place place);
+  void drop_rest_of_call(Plan::Place place, Bytes left);
 
   Device& d_;
   std::vector<RecordId> of_call_;  // scratch

@@ -116,6 +116,10 @@ class Replay {
     std::size_t at = 0;
     calls_.assign(regions.size(), {});
     call_of_.assign(events_.size(), 0);
+    begins_.assign(events_.size(), 0);
+    for (std::size_t i = 0; i < regions.size(); ++i) {
+      begins_[regions[i].begin] = i + 1;
+    }
     for (std::size_t i = 0; i < events_.size(); ++i) {
       const Event& event = events_[i];
       gpu_us = event.kind == 't' ? event.a : gpu_us;
@@ -193,6 +197,10 @@ class Replay {
  private:
   void play(const Event& event) {
     Runtime& runtime = *rig_.runtime;
+    const std::ptrdiff_t line = &event - events_.data();
+    if (const std::size_t number = at(begins_, line); number != 0) {
+      begin(calls_[number - 1]);
+    }
     switch (event.kind) {
       case 'a':
         blocks_[event.a] = rig_.allocate(event.b, streams_.of(event, rig_));
@@ -211,8 +219,8 @@ class Replay {
         for (std::size_t i = 0; can && i < known->second.inputs.size(); ++i) {
           made.of[i] = records_.at(known->second.inputs[i]).record;
         }
-        const Saved saved = runtime.save(base, base + event.first, base + event.last, false, made,
-                                         inside(&event - events_.data()));
+        const Saved saved =
+            runtime.save(base, base + event.first, base + event.last, false, made, inside(line));
         CHECK_EQ(saved.refusal, Refusal::none);
         if (!records_.emplace(event.a, saved).second) {
           runtime.drop_handle(saved.record);  // the trace counts one for all
@@ -273,15 +281,21 @@ class Replay {
     std::uint64_t since = 0;
   };
 
-  Inside inside(std::ptrdiff_t event) {
-    const std::size_t number = call_of_.empty() ? 0 : call_of_[static_cast<std::size_t>(event)];
+  static std::size_t at(const std::vector<std::size_t>& of_lines, std::ptrdiff_t line) {
+    return of_lines.empty() ? 0 : of_lines[static_cast<std::size_t>(line)];
+  }
+  void begin(Call& call) {
+    if (std::exchange(call.step, steps_) != steps_) {
+      call.since = rig_.runtime->serial();
+    }
+  }
+  Inside inside(std::ptrdiff_t line) {
+    const std::size_t number = at(call_of_, line);
     if (number == 0) {
       return {};
     }
     Call& call = calls_[number - 1];
-    if (std::exchange(call.step, steps_) != steps_) {
-      call.since = rig_.runtime->serial();
-    }
+    begin(call);
     return {steps_ * calls_.size() + number, call.since};
   }
 
@@ -398,6 +412,7 @@ class Replay {
   std::map<std::uint64_t, Known> recipes_;
   std::vector<Call> calls_;
   std::vector<std::size_t> call_of_;  // of each line of the trace, from 1 on; 0: none
+  std::vector<std::size_t> begins_;   // at this line, likewise
   std::uint64_t steps_ = 0;
   std::vector<Plan::ToProve> proofs_;  // of the step before
   std::map<std::uint64_t, Saved> records_;
