@@ -199,7 +199,7 @@ class Replay {
     Runtime& runtime = *rig_.runtime;
     const std::ptrdiff_t line = &event - events_.data();
     if (const std::size_t number = at(begins_, line); number != 0) {
-      begin(calls_[number - 1]);
+      calls_[number - 1].since = runtime.serial();
     }
     switch (event.kind) {
       case 'a':
@@ -277,26 +277,16 @@ class Replay {
     Region region;
     std::uint64_t begin_us = 0;
     std::map<std::uint64_t, std::uint64_t> saved_us;  // by the record, at its first save
-    std::uint64_t step = 0;                           // in which it ran last
-    std::uint64_t since = 0;
+    std::uint64_t since = 0;                          // when it began in this step
   };
 
   static std::size_t at(const std::vector<std::size_t>& of_lines, std::ptrdiff_t line) {
     return of_lines.empty() ? 0 : of_lines[static_cast<std::size_t>(line)];
   }
-  void begin(Call& call) {
-    if (std::exchange(call.step, steps_) != steps_) {
-      call.since = rig_.runtime->serial();
-    }
-  }
-  Inside inside(std::ptrdiff_t line) {
+  Inside inside(std::ptrdiff_t line) const {
     const std::size_t number = at(call_of_, line);
-    if (number == 0) {
-      return {};
-    }
-    Call& call = calls_[number - 1];
-    begin(call);
-    return {steps_ * calls_.size() + number, call.since};
+    return number != 0 ? Inside{steps_ * calls_.size() + number, calls_[number - 1].since}
+                       : Inside{};
   }
 
   // Whether it can be made by its recipe now, and those of its inputs.
