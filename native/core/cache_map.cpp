@@ -22,11 +22,13 @@ Bytes CacheMap::growth_for(Bytes request) {
 }
 
 // For a large one.
-Bytes CacheMap::growth_of(Bytes request) const {
-  if (expandable_) {
-    return round_up(request, kLargeBuffer);
+Bytes CacheMap::growth_of(Bytes request) const { return mapped_for(request, expandable_); }
+
+Bytes CacheMap::mapped_for(Bytes large, bool by_pages) {
+  if (by_pages) {
+    return round_up(large, kLargeBuffer);
   }
-  return request < kMinLargeAlloc ? kLargeBuffer : round_up(request, kRoundLarge);
+  return large < kMinLargeAlloc ? kLargeBuffer : round_up(large, kRoundLarge);
 }
 
 Bytes CacheMap::whole_pages(Bytes begin, Bytes end) {
@@ -532,6 +534,16 @@ bool CacheMap::both_fit(const Owner& owner, Bytes bytes, Bytes other) {
 Bytes CacheMap::releasable() {
   const Lock lock(mutex_);
   return releasable_;
+}
+
+Bytes CacheMap::small_releasable() {
+  const Lock lock(mutex_);
+  Bytes bytes = 0;
+  for (const Segment& segment : segments_) {
+    const bool free = segment.small && segment.releasable() && segment.live == 0;
+    bytes += free ? segment.bytes : 0;
+  }
+  return bytes;
 }
 
 void CacheMap::walk(const Owner& owner, std::vector<Stretch>* stretches) {

@@ -182,6 +182,8 @@ class CacheMap {
   // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
   // any but the default pool for as long as the pool lives.
   Bytes releasable();
+  // Of that, in segments of small blocks. Walks all.
+  Bytes small_releasable();
   // All segments for large blocks, walked.
   void walk(const Owner& owner, std::vector<Stretch>* stretches);
 
@@ -189,6 +191,7 @@ class CacheMap {
   // the pages that an expandable one lacks (c10's kSmallBuffer, kLargeBuffer, kMinLargeAlloc,
   // kRoundLarge).
   Bytes growth_for(Bytes request);
+  static Bytes mapped_for(Bytes large, bool by_pages);
   // What segments of small blocks grow by until they are what they were at most in the last two
   // steps.
   Bytes small_growth();

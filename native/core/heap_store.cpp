@@ -1,6 +1,7 @@
 #include "core/heap_store.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/check.hpp"
@@ -111,6 +112,10 @@ void HeapStore::end_step() {
 }
 
 Bytes HeapStore::in_use() const { return d_.counters.occupied; }
+
+bool HeapStore::fits(std::span<const Bytes> sizes, driver::Stream) {
+  return fits_under(d_.live(), std::accumulate(sizes.begin(), sizes.end(), Bytes{0}), d_.ceiling());
+}
 
 Bytes HeapStore::trim(Entry& entry, Bytes target) {
   const bool all = std::exchange(gives_all_, false);

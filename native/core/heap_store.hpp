@@ -35,6 +35,7 @@ class HeapStore final : public Store {
   Block* make_ahead(Entry& entry, RecordId record, Bytes bytes, bool far) override;
   Block* make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
                       Status* status) override;
+  bool fits(std::span<const Bytes> sizes, driver::Stream stream) override;
   bool begin_step(Bytes target) override;
   void end_step() override;
   Bytes in_use() const override;

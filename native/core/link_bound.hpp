@@ -18,8 +18,8 @@ class LinkBound {
 
   bool is() const { return bound_; }
   // Since the start: bytes that came back, so many of them of weights, and ns that compute waited
-  // for such. Steps are bound by
-  // the link from an eighth of the time on that it takes for those bytes, and down to a 16th.
+  // for such. Steps are bound by the link from an eighth of the time on that it takes for those
+  // bytes, and down to a 16th.
   void note(Bytes back, Bytes weights, std::uint64_t stalled_ns) {
     if (back - back_ < kLooked) {
       return;

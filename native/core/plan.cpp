@@ -456,6 +456,7 @@ void Plan::learn(Step& step) {
       entry.proof = before.proof;
       entry.agreed = before.agreed;
       entry.asked = before.asked;
+      entry.cramped = before.cramped;
     }
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     if (settled) {

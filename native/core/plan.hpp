@@ -10,6 +10,7 @@
 // nearest to it as its kin (kin.hpp); where too little fits, the rest is reactive.
 #pragma once
 
+#include <array>
 #include <list>
 #include <memory>
 #include <optional>
@@ -143,6 +144,11 @@ class Plan {
     bool other_size = false;  // than at that place in the step's kin
   };
   ToProve to_prove(Place place);
+  // The blocks that takes: for what the recipe needs, 0 where it needs less, and for what it makes.
+  using Sizes = std::array<Bytes, Made::kInputs + 1>;
+  Sizes to_make(Place place) const;
+  // It is moved in such steps, whatever was planned: they would go over `high` else.
+  void no_room_to_prove(Place place);
   // Where its bytes are looked at when it is saved and when it is back, whatever was proven: what a
   // program does behind autograd's back may change, and nothing tells of it. Those that a settled
   // plan drops take turns, one in each step. In steps of other sizes it is each drop at first, and

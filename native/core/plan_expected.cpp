@@ -33,20 +33,18 @@ void Plan::of_call(Place place, std::vector<RecordId>* others) const {
   }
   const std::vector<Trace::Entry>& all = step->seen.entries;
   const std::uint64_t call = all[place.index].call;
-  std::uint32_t last = place.index;
-  for (std::uint32_t i = place.index; i-- > 0 && last - i <= kApart;) {
-    if (all[i].call == call && all[i].by_call) {
-      others->push_back(all[i].record);
-      last = i;
+  const auto look = [&](std::uint32_t side) {  // unsigned: past either end is past the last
+    std::uint32_t apart = 0;
+    for (std::uint32_t i = place.index + side; i < all.size() && apart < kApart; i += side) {
+      const bool its = all[i].call == call && all[i].by_call;
+      apart = its ? 0 : apart + 1;
+      if (its) {
+        others->push_back(all[i].record);
+      }
     }
-  }
-  last = place.index;
-  for (std::uint32_t i = place.index + 1; i < all.size() && i - last <= kApart; ++i) {
-    if (all[i].call == call && all[i].by_call) {
-      others->push_back(all[i].record);
-      last = i;
-    }
-  }
+  };
+  look(~std::uint32_t{0});
+  look(1);
 }
 
 bool Plan::leaves(Place place) const {
@@ -165,6 +163,32 @@ Plan::ToProve Plan::to_prove(Place place) {
     (*trace)->entries[place_in_trace(*of, place.index)].asked = serial_;
   }
   return {entry->seen_as.trace, entry->seen_as.index, entry->rests_on, false, other_size};
+}
+
+Plan::Sizes Plan::to_make(Place place) const {
+  Sizes sizes{};
+  if (const Step* step = step_of(place.step); step != nullptr) {
+    const std::vector<Trace::Entry>& all = step->seen.entries;
+    for (std::size_t n = 0; n < Made::kInputs; ++n) {
+      const std::uint32_t input = all[place.index].made_of[n];
+      sizes[n] = input < all.size() ? all[input].block_bytes : 0;
+    }
+    sizes.back() = all[place.index].block_bytes;
+  }
+  return sizes;
+}
+
+// Steps of other sizes say nothing of this one.
+void Plan::no_room_to_prove(Place place) {
+  const Step* step = step_of(place.step);
+  const auto trace = step != nullptr && !step->kin
+                         ? std::find(traces_.begin(), traces_.end(), step->trace)
+                         : traces_.end();
+  if (trace != traces_.end()) {
+    Trace::Entry& entry = (*trace)->entries[place_in_trace(*step, place.index)];
+    entry.cramped = true;
+    version_ += std::exchange(entry.dropped, false) ? 1 : 0;
+  }
 }
 
 // What differs leaves by a copy from here on, and the rest is planned anew.

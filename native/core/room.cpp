@@ -25,23 +25,17 @@ void Room::drop(Record& record) {
 void Room::drop_rest_of_call(Plan::Place place, Bytes left) {
   of_call_.clear();
   d_.plan.of_call(place, &of_call_);
-  const auto may_leave = [&](RecordId id) {
-    Record* record = d_.ledger.find(id);
+  Bytes rest = 0;
+  std::erase_if(of_call_, [&](RecordId id) {
+    const Record* record = d_.ledger.find(id);
     const bool may = record != nullptr && record->evictable() && !record->asked &&
                      d_.books.victims().drops(*record);
-    return may ? record : nullptr;
-  };
-  Bytes rest = 0;
-  for (const RecordId id : of_call_) {
-    const Record* record = may_leave(id);
-    rest += record != nullptr ? record->block->size : 0;
-  }
-  if (rest < left) {
-    return;
-  }
-  for (const RecordId id : of_call_) {
-    if (Record* record = may_leave(id); record != nullptr) {
-      drop(*record);
+    rest += may ? record->block->size : 0;
+    return !may;
+  });
+  if (rest >= left) {
+    for (const RecordId id : of_call_) {
+      drop(*d_.ledger.find(id));
     }
   }
 }

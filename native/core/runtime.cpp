@@ -194,17 +194,31 @@ Unpacked Runtime::unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Str
   } else {
     d_.books.revive(record.block);  // another thread may have brought it back, and dropped it
   }
-  const Plan::ToProve proof = record.asked ? Plan::ToProve{} : d_.plan.to_prove(record.place);
-  record.asked = true;
+  const bool asked = std::exchange(record.asked, true);
   Unpacked found = hand_out(entry, record, offset, consumer);
-  if (found.status == Status::ok && proof.trace != 0 && !d_.clocks.of(consumer).captured()) {
-    found.proof = proof;
+  if (found.status == Status::ok && !asked) {
+    found.proof = to_prove(record, consumer);
+  }
+  if (found.proof.trace != 0) {
     found.saved = found.block->address + record.begin - record.block_begin;
     found.begin = record.begin;
     found.bytes = record.bytes();
   }
   d_.sealer.seal(entry);  // the alias holds the block meanwhile
   return found;
+}
+
+// Nothing that has no room: what it is made of, and made again, would be there beside the record.
+Plan::ToProve Runtime::to_prove(const Record& record, driver::Stream consumer) {
+  const Plan::ToProve proof = d_.plan.to_prove(record.place);
+  if (proof.trace == 0 || d_.clocks.of(consumer).captured()) {
+    return {};
+  }
+  if (!d_.store->fits(d_.plan.to_make(record.place), consumer)) {
+    d_.plan.no_room_to_prove(record.place);
+    return {};
+  }
+  return proof;
 }
 
 // An alias of the record's block for `consumer`, behind its copy in.

@@ -286,6 +286,7 @@ class Runtime {
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Stream consumer,
                      bool by_recipe);
+  Plan::ToProve to_prove(const Record& record, driver::Stream consumer);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();      // as the books are
   Counters counted_now();  // once they are up to date

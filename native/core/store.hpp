@@ -6,6 +6,7 @@
 // was looked up before must be looked up again.
 #pragma once
 
+#include <span>
 #include <string>
 
 #include "core/alarm.hpp"
@@ -41,6 +42,9 @@ class Store {
   // A block for a weight group, for work on `stream`. `ahead`: as with `make_ahead`.
   virtual Block* make_weights(Entry& entry, Bytes bytes, driver::Stream stream, bool ahead,
                               Status* status) = 0;
+
+  // Whether blocks of these sizes fit below the ceiling, beside what is live, for work on `stream`.
+  virtual bool fits(std::span<const Bytes> sizes, driver::Stream stream) = 0;
 
   // Brings the books up to date with what the store does not tell of itself.
   virtual void look() {}

@@ -6,6 +6,7 @@
 
 #include "core/device.hpp"
 #include "core/expandable.hpp"
+#include "core/free_runs.hpp"
 #include "core/requests.hpp"
 #include "core/torch_store.hpp"
 #include "core/window_search.hpp"
@@ -254,6 +255,54 @@ Bytes TorchStore::free_run(std::size_t at, bool with) const {
                     pages(all[at].address + all[at].bytes, stop);
 }
 
+// Looks at the cache only where it may not: a small request may come too.
+bool TorchStore::fits(std::span<const Bytes> sizes, driver::Stream stream) {
+  Bytes most = CacheMap::kSmallBuffer;
+  for (const Bytes bytes : sizes) {
+    most += bytes > 0 ? cache_.growth_for(bytes) : 0;
+  }
+  const Bytes mapped = d_.counters.mapped;
+  const Bytes may_leave = d_.counters.occupied - d_.live();
+  if (fits_under(mapped - std::min(mapped, may_leave), most, d_.ceiling())) {
+    return true;
+  }
+  look_at_cache(owner_here(stream));
+  find_runs();
+  const Bytes small = can_release() ? cache_.small_releasable() : 0;
+  const std::int64_t growth = growth_of(runs_, sizes, sight_.by_pages);
+  return static_cast<std::int64_t>(mapped + CacheMap::kSmallBuffer) + growth <=
+         static_cast<std::int64_t>(d_.ceiling() + small);
+}
+
+// With all victims gone.
+void TorchStore::find_runs() {
+  const auto& all = sight_.stretches;
+  const auto free = [&](std::size_t i) {
+    const Candidate& one = sight_.candidates[sight_.of_stretch[i]];
+    return one.idle || one.kind == Candidate::Kind::victim;
+  };
+  runs_.clear();
+  for (std::size_t begin = 0, end = 0; begin < all.size(); begin = end) {
+    const bool usable = free(begin);
+    for (end = begin + 1; end < all.size() && !all[end].begins_segment && free(end) == usable;) {
+      ++end;
+    }
+    if (!usable) {
+      continue;
+    }
+    const CacheMap::Stretch& first = all[begin];
+    const Address stop = all[end - 1].address + all[end - 1].bytes;
+    const bool to_end = end == all.size() || all[end].begins_segment;
+    const Bytes whole =
+        first.by_pages ? CacheMap::whole_pages(first.address - first.segment, stop - first.segment)
+        : first.begins_segment && to_end ? stop - first.address
+                                         : 0;
+    runs_.push_back({first.of_owner ? stop - first.address : 0,
+                     first.releasable && can_release() ? whole : 0,
+                     first.of_owner && first.by_pages && to_end});
+  }
+}
+
 // A victim has left: its place is idle once it is dropped.
 void TorchStore::now_idle(Address address) {
   const auto found = std::lower_bound(
@@ -487,6 +536,9 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
   const bool kept_for_walls = cache_.wants_walls() && cache_.releasable() > 0;
   due.release_segments = can_release() && (sight_.releasable > 0 || kept_for_walls);
   start_anew_ |= due.release_segments && repeats;
+  // Segments of small blocks would be mapped again: where that is all that keeps it below.
+  const bool over = !fits_under(d_.counters.mapped, cache_.growth_for(request), roof);
+  due.release_segments |= can_release() && over && cache_.small_releasable() > 0;
 }
 
 // Where no two walls have room for the request between them, no hole can be made: memory has to go

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/cache_map.hpp"
+#include "core/free_runs.hpp"
 #include "core/held_blocks.hpp"
 #include "core/holes_ahead.hpp"
 #include "core/mem_pool_segments.hpp"
@@ -89,6 +90,7 @@ class TorchStore final : public Store {
   bool disown(Block* block) override;
   void handed_out(Record& record) override;
   bool keep(Address address) override;
+  bool fits(std::span<const Bytes> sizes, driver::Stream stream) override;
   Bytes bytes_for(const Record& record) const override { return record.returning_bytes(); }
   Block* make(Entry& entry, Record& record, Status* status) override;
   Block* make_ahead(Entry& entry, RecordId record, Bytes bytes, bool far) override;
@@ -145,6 +147,7 @@ class TorchStore final : public Store {
   Bytes request_of(Bytes told) const;
   void look_at_cache(const CacheMap::Owner& owner, Bytes request = 0, Bytes growing = 0);
   void now_idle(Address address);
+  void find_runs();
   Bytes free_run(std::size_t stretch, bool with) const;
   void choose_small(Bytes request, const CacheMap::Owner& owner);
   bool make_small_hole(Entry& entry, Bytes request, const CacheMap::Owner& owner, Attempt& attempt);
@@ -203,6 +206,7 @@ class TorchStore final : public Store {
   std::vector<void*> orphans_;   // storages to drop with the GIL
   std::atomic<std::size_t> orphan_count_{0};
   Sight sight_;
+  std::vector<FreeRun> runs_;  // of what was seen last
   HolesAhead ahead_;
   HeldStorage aside_;      // in the place of the hole; null for none
   HolesAhead::Hole hole_;  // that one, or the last

@@ -316,6 +316,7 @@ void Trace::forget_times() {
   at_ns.clear();
   for (Entry& entry : entries) {
     entry.again_ns = entry.rerun_ns = entry.rerun_bytes = 0;
+    entry.cramped = false;
   }
   forget_trials();
 }

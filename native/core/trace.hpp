@@ -44,6 +44,7 @@ struct Trace {
     bool by_call = false;       // can be by the call that it was saved in
     std::uint64_t call = 0;     // that one's number; 0: none
     Proof proof = Proof::none;  // that the recipe makes the same bytes
+    bool cramped = false;       // proving that would go over `high`: it is moved
     bool any_size = false;      // Made::any_size
     std::uint8_t agreed = 0;    // proofs, and looks since, that came back the same
     std::uint32_t asked = 0;    // the step that asked for a proof last, by its number; 0: none did
@@ -66,8 +67,8 @@ struct Trace {
     std::uint32_t needed = 0;
 
     bool again() const { return by_node || by_call; }
-    bool unproven() const { return by_node && proof == Proof::none; }
-    bool may_by_node() const { return by_node && proof != Proof::refused; }
+    bool unproven() const { return may_by_node() && proof == Proof::none; }
+    bool may_by_node() const { return by_node && !cramped && proof != Proof::refused; }
     // Nobody looked for a recipe this time: the one before is likely to be there still. What is
     // dropped rests on the recipe that is there then.
     void keep_recipe(const Entry& before) {

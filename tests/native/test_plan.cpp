@@ -245,6 +245,7 @@ TEST("a step in which nobody looked for recipes does not forget those that are k
 struct ToBeProven {
   Plan plan;
   bool proven = false;  // in the newest step
+  Plan::Place newest{};
 
   Plan::ToProve step() {
     const Made made{.first = 0, .bytes = 2_MiB, .kind = 3, .rests_on = 7};
@@ -252,11 +253,36 @@ struct ToBeProven {
     const std::vector<Plan::Place> places{plan.saved(1_MiB), plan.saved(2_MiB, {}, made)};
     plan.evicted(places[1]);
     proven = plan.proven(places[1]);
+    newest = places[1];
     const Plan::ToProve asked = plan.to_prove(places[1]);
     backward(plan, places);
     return asked;
   }
 };
+
+TEST("what cannot be proven for want of room is moved in such steps, and not asked for again") {
+  ToBeProven steps;
+  steps.step();
+  CHECK(steps.step().trace != 0);
+  steps.plan.no_room_to_prove(steps.newest);
+  int quiet = 0;
+  while (quiet < 64 && steps.step().trace == 0) {
+    ++quiet;
+  }
+  CHECK_EQ(quiet, 64);
+}
+
+TEST("to prove a record takes its block, and those of what its recipe needs") {
+  Plan plan;
+  plan.begin_step(kHigh, 0);
+  const Plan::Place input = plan.saved(3_MiB);
+  const Plan::Place made = plan.saved(2_MiB, {}, {.first = 0, .bytes = 2_MiB});
+  plan.made_of(made, 0, input);
+  const Plan::Sizes sizes = plan.to_make(made);
+  CHECK_EQ(sizes.front(), 3_MiB);
+  CHECK_EQ(sizes.back(), 2_MiB);
+  CHECK_EQ(std::accumulate(sizes.begin(), sizes.end(), Bytes{0}), 5_MiB);
+}
 
 TEST("what leaves is to be proven once, and again where no answer came for many steps") {
   ToBeProven steps;
