@@ -65,9 +65,10 @@ class DeviceHeap {
   // idle blocks lie side by side. Calls nothing of the driver but waits of streams. Null when there
   // is none.
   Block* take_up(Arena& arena, Bytes bytes);
-  // Pieces are larger from here on. False where they are already, or so little is mapped that it
-  // makes no difference.
-  bool coarsen();
+  // Pieces are larger from here on, for steps whose blocks are mostly as large as `block`. False
+  // where they are already, or so little is mapped that it makes no difference.
+  bool coarsen(Bytes block);
+  bool fine() const { return least_piece_ == granularity_; }
   // A step begins: idle memory serves where it was mapped first.
   void go_home();
   // Step 6: maps free pieces from elsewhere, and new memory under `ceiling` for what they lack,

@@ -25,15 +25,16 @@ Bytes DeviceHeap::piece_for(Bytes bytes) const {
 }
 
 // Where sizes differ in each step, its holes are elsewhere each time: pieces of small requests
-// would move by the hundreds. From here on they are larger, of what is mapped.
-bool DeviceHeap::coarsen() {
+// would move by the hundreds, and each takes the host as long to open as a large one. From here on
+// they are larger, of what is mapped, or by the blocks: half of one is at least one whole piece.
+bool DeviceHeap::coarsen(Bytes block) {
   constexpr Bytes kPieces = 512;
-  if (least_piece_ > granularity_) {
+  if (!fine()) {
     return false;
   }
-  least_piece_ =
-      std::clamp(std::bit_floor(counters_.mapped / kPieces), granularity_, kLargestPiece);
-  return least_piece_ > granularity_;
+  least_piece_ = std::clamp(std::bit_floor(std::max(counters_.mapped / kPieces, block / 2)),
+                            granularity_, kLargestPiece);
+  return !fine();
 }
 
 namespace {

@@ -100,7 +100,7 @@ bool HeapStore::begin_step(Bytes target) {
                        d_.weights.standing().empty();
   const bool other = (another || emptied) && d_.plan.far_from_free();
   const bool varies = d_.plan.varies();
-  const bool coarser = varies && heap_.coarsen();
+  const bool coarser = varies && heap_.fine() && heap_.coarsen(d_.plan.typical_block());
   gives_all_ = other || coarser;
   other_plan_ = other && !varies;
   return gives_all_ || (d_.counters.mapped > target && heap_.has_free_piece());

@@ -216,7 +216,9 @@ class Plan {
   void name(Place place, const char** op, const char** region) const;
   // The other records that its call made, but for those that stand far from all others.
   void of_call(Place place, std::vector<RecordId>* others) const;
-  // The trace learned last; null before the first.
+  // Half of what the step learned last saved lies in blocks of no less; 0 before the first.
+  Bytes typical_block() const;
+  // Its trace; null before the first.
   std::shared_ptr<const Trace> newest() const {
     return traces_.empty() ? nullptr : traces_.front();
   }

@@ -1,5 +1,6 @@
 // What the step's trace says of its records: questions only, but for `proved`.
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "core/plan.hpp"
@@ -315,6 +316,28 @@ Bytes Plan::unavoidable() const {
     least -= std::min(least, trace.live_before - std::min(trace.live_before, live_before));
   }
   return least > high_ ? least : 0;
+}
+
+Bytes Plan::typical_block() const {
+  const std::shared_ptr<const Trace> trace = newest();
+  if (trace == nullptr) {
+    return 0;
+  }
+  std::vector<Bytes> blocks;
+  Bytes all = 0;
+  for (const Trace::Entry& entry : trace->entries) {
+    blocks.push_back(entry.block_bytes);
+    all += entry.block_bytes;
+  }
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+  Bytes sum = 0;
+  for (const Bytes block : blocks) {
+    sum += block;
+    if (2 * sum >= all) {
+      return block;
+    }
+  }
+  return 0;
 }
 
 Plan::Peaks Plan::peaks() const {

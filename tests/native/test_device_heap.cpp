@@ -127,6 +127,24 @@ TEST("a small arena grows by one granule") {
   t.verify();
 }
 
+TEST(
+    "coarser pieces are at most half of the blocks that steps save, and no less than what is "
+    "mapped") {
+  const auto pieces = [](Bytes mapped, Bytes block) {
+    Heap t(64_GiB);
+    t.give(t.grown(t.arena(t.stream), mapped));
+    CHECK(t.heap.coarsen(block));
+    CHECK(!t.heap.coarsen(2 * block));  // once
+    Arena& other = t.arena(t.rig.stream());
+    t.give(t.grown(other, 64_MiB));
+    return other.pieces.size();
+  };
+  CHECK_EQ(pieces(1_GiB, 34_MiB), 4);
+  CHECK_EQ(pieces(1_GiB, 71_MiB), 2);
+  CHECK_EQ(pieces(1_GiB, 3_GiB), 2);  // no larger than 32 MiB
+  CHECK_EQ(pieces(16_GiB, 1_MiB), 2);
+}
+
 TEST("growth under a ceiling is what is missing where a whole piece would cross it") {
   Heap t;
   t.grown(t.arena(), 20_MiB, 20_MiB);

@@ -272,6 +272,23 @@ TEST("what cannot be proven for want of room is moved in such steps, and not ask
   CHECK_EQ(quiet, 64);
 }
 
+TEST("a step's typical block is the one that half of its bytes are in, or in larger ones") {
+  Plan plan;
+  CHECK_EQ(plan.typical_block(), 0);
+  const auto typical = [&](const std::vector<Bytes>& blocks) {
+    plan.begin_step(kHigh, 0);
+    std::vector<Plan::Place> places;
+    for (const Bytes block : blocks) {
+      places.push_back(plan.saved(block));
+    }
+    backward(plan, places);
+    plan.begin_step(kHigh, 0);
+    return plan.typical_block();
+  };
+  CHECK_EQ(typical({1_MiB, 8_MiB, 1_MiB, 1_MiB, 1_MiB}), 8_MiB);
+  CHECK_EQ(typical({4_MiB, 1_MiB, 4_MiB, 6_MiB, 1_MiB}), 4_MiB);
+}
+
 TEST("to prove a record takes its block, and those of what its recipe needs") {
   Plan plan;
   plan.begin_step(kHigh, 0);
