@@ -540,8 +540,8 @@ Bytes CacheMap::small_releasable() {
   const Lock lock(mutex_);
   Bytes bytes = 0;
   for (const Segment& segment : segments_) {
-    const bool free = segment.small && segment.releasable() && segment.live == 0;
-    bytes += free ? segment.bytes : 0;
+    const bool whole = !segment.expandable && segment.live == 0;
+    bytes += segment.small && segment.releasable() && whole ? segment.bytes : 0;
   }
   return bytes;
 }

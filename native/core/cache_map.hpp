@@ -182,7 +182,7 @@ class CacheMap {
   // Bytes in segments that are wholly free: what release_cached gives back. torch keeps those of
   // any but the default pool for as long as the pool lives.
   Bytes releasable();
-  // Of that, in segments of small blocks. Walks all.
+  // Of that, in segments of small blocks, but for expandable ones. Walks all.
   Bytes small_releasable();
   // All segments for large blocks, walked.
   void walk(const Owner& owner, std::vector<Stretch>* stretches);

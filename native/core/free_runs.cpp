@@ -9,7 +9,7 @@ namespace stagehand::core {
 std::int64_t growth_of(std::vector<FreeRun>& runs, std::span<const Bytes> requests, bool by_pages) {
   Bytes growth = 0;
   for (const Bytes request : requests) {
-    if (request == 0) {
+    if (request <= kSmallLimit) {
       continue;
     }
     FreeRun* best = nullptr;

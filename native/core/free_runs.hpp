@@ -16,8 +16,8 @@ struct FreeRun {
 };
 
 // Each request is served by the smallest run that holds it, as torch does; else torch maps a
-// segment of its own for it, or the pages that the run at the end lacks. Less than 0: it gives back
-// more than it maps. `runs` is used up.
+// segment of its own for it, or the pages that the run at the end lacks. Small ones lie elsewhere,
+// and count nothing. Less than 0: it gives back more than it maps. `runs` is used up.
 std::int64_t growth_of(std::vector<FreeRun>& runs, std::span<const Bytes> requests, bool by_pages);
 
 }  // namespace stagehand::core

@@ -456,7 +456,7 @@ void Plan::learn(Step& step) {
       entry.proof = before.proof;
       entry.agreed = before.agreed;
       entry.asked = before.asked;
-      entry.cramped = before.cramped;
+      entry.cramped = before.cramped && serial_ - before.asked < kCramped;
     }
     const bool as_now = planned ? entry.evicted == before.evicted : fewer;
     if (settled) {

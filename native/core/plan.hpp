@@ -144,10 +144,10 @@ class Plan {
     bool other_size = false;  // than at that place in the step's kin
   };
   ToProve to_prove(Place place);
-  // The blocks that takes: for what the recipe needs, 0 where it needs less, and for what it makes.
-  using Sizes = std::array<Bytes, Made::kInputs + 1>;
-  Sizes to_make(Place place) const;
-  // It is moved in such steps, whatever was planned: they would go over `high` else.
+  // What its recipe needs; of generation 0 where it needs less.
+  using Inputs = std::array<RecordId, Made::kInputs>;
+  Inputs inputs(Place place) const;
+  // It is moved in such steps for a while, whatever was planned: they would go over `high` else.
   void no_room_to_prove(Place place);
   // Where its bytes are looked at when it is saved and when it is back, whatever was proven: what a
   // program does behind autograd's back may change, and nothing tells of it. Those that a settled
@@ -257,6 +257,7 @@ class Plan {
   // steps that is kept.
   static constexpr std::size_t kSeenOnce = 3;
   static constexpr std::uint32_t kRemembered = 64;
+  static constexpr std::uint32_t kCramped = 64;    // steps, then it may have room
   static constexpr std::uint32_t kPressed = 1024;  // steps, for which one that was short counts
   static constexpr std::size_t kUnasked = 64;      // records that went before any was asked for
   static constexpr std::uint32_t kStay = 32;       // proofs of what stays, in a step

@@ -159,34 +159,31 @@ Plan::ToProve Plan::to_prove(Place place) {
     }
     ++step.asked;
   }
-  const auto trace = std::find(traces_.begin(), traces_.end(), of->trace);
-  if (trace != traces_.end()) {
-    (*trace)->entries[place_in_trace(*of, place.index)].asked = serial_;
+  if (const auto trace = trace_of(of->trace->id); trace != nullptr) {
+    trace->entries[place_in_trace(*of, place.index)].asked = serial_;
   }
   return {entry->seen_as.trace, entry->seen_as.index, entry->rests_on, false, other_size};
 }
 
-Plan::Sizes Plan::to_make(Place place) const {
-  Sizes sizes{};
+Plan::Inputs Plan::inputs(Place place) const {
+  Inputs found{};
   if (const Step* step = step_of(place.step); step != nullptr) {
     const std::vector<Trace::Entry>& all = step->seen.entries;
-    for (std::size_t n = 0; n < Made::kInputs; ++n) {
+    for (std::size_t n = 0; n < found.size(); ++n) {
       const std::uint32_t input = all[place.index].made_of[n];
-      sizes[n] = input < all.size() ? all[input].block_bytes : 0;
+      found[n] = input < all.size() ? all[input].record : RecordId{};
     }
-    sizes.back() = all[place.index].block_bytes;
   }
-  return sizes;
+  return found;
 }
 
 // Steps of other sizes say nothing of this one.
 void Plan::no_room_to_prove(Place place) {
   const Step* step = step_of(place.step);
-  const auto trace = step != nullptr && !step->kin
-                         ? std::find(traces_.begin(), traces_.end(), step->trace)
-                         : traces_.end();
-  if (trace != traces_.end()) {
-    Trace::Entry& entry = (*trace)->entries[place_in_trace(*step, place.index)];
+  const auto trace =
+      step != nullptr && step->trace != nullptr && !step->kin ? trace_of(step->trace->id) : nullptr;
+  if (trace != nullptr) {
+    Trace::Entry& entry = trace->entries[place_in_trace(*step, place.index)];
     entry.cramped = true;
     version_ += std::exchange(entry.dropped, false) ? 1 : 0;
   }
@@ -209,6 +206,7 @@ void Plan::proved(ToProve what, bool same) {
       continue;  // it differed once: another one that came late proves nothing
     }
     entry->proof = same ? Trace::Proof::proven : Trace::Proof::refused;
+    entry->cramped = false;
     const bool counts = what.other_size && entry->agreed < kSeenOften;
     entry->agreed = same ? entry->agreed + (counts ? 1 : 0) : 0;
     entry->asked = 0;

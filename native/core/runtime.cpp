@@ -208,17 +208,49 @@ Unpacked Runtime::unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Str
   return found;
 }
 
-// Nothing that has no room: what it is made of, and made again, would be there beside the record.
+// None that has no room: what is made again is there beside the record, and what that is made of.
 Plan::ToProve Runtime::to_prove(const Record& record, driver::Stream consumer) {
   const Plan::ToProve proof = d_.plan.to_prove(record.place);
   if (proof.trace == 0 || d_.clocks.of(consumer).captured()) {
     return {};
   }
-  if (!d_.store->fits(d_.plan.to_make(record.place), consumer)) {
-    d_.plan.no_room_to_prove(record.place);
+  std::array<Bytes, kMostToMake> sizes{};
+  const std::size_t count = blocks_to_make(record, sizes);
+  try {
+    if (count != 0 && d_.store->fits(std::span(sizes).first(count), record.stream)) {
+      return proof;
+    }
+  } catch (const std::bad_alloc&) {  // it is asked for again
     return {};
   }
-  return proof;
+  d_.plan.no_room_to_prove(record.place);
+  return {};
+}
+
+// Of what is made again, and of all that it is made of but is not in use anyway: what was dropped
+// has to be made first. How many; 0 where they are more than are looked at.
+std::size_t Runtime::blocks_to_make(const Record& record, std::array<Bytes, kMostToMake>& sizes) {
+  std::array<const Record*, kMostToMake> made{&record};
+  std::size_t count = 1;
+  for (std::size_t i = 0; i < count; ++i) {
+    sizes[i] = made[i]->returning_bytes();
+    if (i > 0 && made[i]->state != RecordState::dropped) {
+      continue;
+    }
+    for (const RecordId id : d_.plan.inputs(made[i]->place)) {
+      const Record* input = d_.ledger.find(id);
+      const auto end = made.begin() + static_cast<std::ptrdiff_t>(count);
+      if (input == nullptr || (input->block != nullptr && !input->retained()) ||
+          std::find(made.begin(), end, input) != end) {
+        continue;
+      }
+      if (count == made.size()) {
+        return 0;
+      }
+      made[count++] = input;
+    }
+  }
+  return count;
 }
 
 // An alias of the record's block for `consumer`, behind its copy in.

@@ -286,7 +286,9 @@ class Runtime {
   void fill(Record& record, Block* block, driver::Stream stream);
   Unpacked unpack_in(Entry& entry, RecordId id, Bytes offset, driver::Stream consumer,
                      bool by_recipe);
+  static constexpr std::size_t kMostToMake = 16;  // blocks that a proof may take
   Plan::ToProve to_prove(const Record& record, driver::Stream consumer);
+  std::size_t blocks_to_make(const Record& record, std::array<Bytes, kMostToMake>& sizes);
   Unpacked hand_out(Entry& entry, Record& record, Bytes offset, driver::Stream consumer);
   Counters counted();      // as the books are
   Counters counted_now();  // once they are up to date

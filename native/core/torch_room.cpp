@@ -255,26 +255,27 @@ Bytes TorchStore::free_run(std::size_t at, bool with) const {
                     pages(all[at].address + all[at].bytes, stop);
 }
 
-// Looks at the cache only where it may not: a small request may come too.
+// Looks at the cache only where there is little room: else as whoever asks next, it finds some.
 bool TorchStore::fits(std::span<const Bytes> sizes, driver::Stream stream) {
-  Bytes most = CacheMap::kSmallBuffer;
+  constexpr Bytes kAmple = 8;  // times what it takes
+  Bytes most = 0;
   for (const Bytes bytes : sizes) {
-    most += bytes > 0 ? cache_.growth_for(bytes) : 0;
+    most += cache_.growth_for(bytes);
   }
-  const Bytes mapped = d_.counters.mapped;
-  const Bytes may_leave = d_.counters.occupied - d_.live();
-  if (fits_under(mapped - std::min(mapped, may_leave), most, d_.ceiling())) {
+  const Bytes ceiling = d_.ceiling() - std::min(d_.ceiling(), room_for_others(stream));
+  const Bytes taken = d_.counters.mapped + CacheMap::kSmallBuffer;
+  const Bytes may_leave = std::min(d_.counters.mapped, d_.counters.occupied - d_.live());
+  if (fits_under(taken, most, ceiling) || fits_under(taken - may_leave, kAmple * most, ceiling)) {
     return true;
   }
   look_at_cache(owner_here(stream));
   find_runs();
   const Bytes small = can_release() ? cache_.small_releasable() : 0;
   const std::int64_t growth = growth_of(runs_, sizes, sight_.by_pages);
-  return static_cast<std::int64_t>(mapped + CacheMap::kSmallBuffer) + growth <=
-         static_cast<std::int64_t>(d_.ceiling() + small);
+  return static_cast<std::int64_t>(taken) + growth <= static_cast<std::int64_t>(ceiling + small);
 }
 
-// With all victims gone.
+// With all victims of the owner gone.
 void TorchStore::find_runs() {
   const auto& all = sight_.stretches;
   const auto free = [&](std::size_t i) {
@@ -536,9 +537,11 @@ void TorchStore::make_hole(Entry& entry, Bytes request, Bytes told, const CacheM
   const bool kept_for_walls = cache_.wants_walls() && cache_.releasable() > 0;
   due.release_segments = can_release() && (sight_.releasable > 0 || kept_for_walls);
   start_anew_ |= due.release_segments && repeats;
-  // Segments of small blocks would be mapped again: where that is all that keeps it below.
-  const bool over = !fits_under(d_.counters.mapped, cache_.growth_for(request), roof);
-  due.release_segments |= can_release() && over && cache_.small_releasable() > 0;
+  // Segments of small blocks would be mapped again: they go only where the request then fits.
+  const Bytes grown = cache_.growth_for(request);
+  const Bytes back = sight_.releasable + cache_.small_releasable();
+  due.release_segments |= can_release() && !fits_under(d_.counters.mapped, grown, roof) &&
+                          fits_under(d_.counters.mapped - back, grown, roof);
 }
 
 // Where no two walls have room for the request between them, no hole can be made: memory has to go

@@ -44,7 +44,7 @@ struct Trace {
     bool by_call = false;       // can be by the call that it was saved in
     std::uint64_t call = 0;     // that one's number; 0: none
     Proof proof = Proof::none;  // that the recipe makes the same bytes
-    bool cramped = false;       // proving that would go over `high`: it is moved
+    bool cramped = false;       // proving that would have gone over `high`: it is moved
     bool any_size = false;      // Made::any_size
     std::uint8_t agreed = 0;    // proofs, and looks since, that came back the same
     std::uint32_t asked = 0;    // the step that asked for a proof last, by its number; 0: none did

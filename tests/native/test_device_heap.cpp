@@ -127,9 +127,7 @@ TEST("a small arena grows by one granule") {
   t.verify();
 }
 
-TEST(
-    "coarser pieces are at most half of the blocks that steps save, and no less than what is "
-    "mapped") {
+TEST("coarser pieces are half of a typical block, or 1/512 of what is mapped, up to 32 MiB") {
   const auto pieces = [](Bytes mapped, Bytes block) {
     Heap t(64_GiB);
     t.give(t.grown(t.arena(t.stream), mapped));

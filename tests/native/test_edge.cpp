@@ -108,7 +108,7 @@ std::int64_t grows(Runs runs, std::vector<Bytes> requests, bool by_pages) {
 TEST("each request takes the smallest free run that holds it, and only runs that serve none go") {
   CHECK_EQ(grows({{32, 32}, {16, 16}}, {16}, false), -32);
   CHECK_EQ(grows({{32, 32}, {16, 16}}, {16, 16}, false), 0);
-  CHECK_EQ(grows({{40, 0}}, {16, 16, 0}, false), 0);
+  CHECK_EQ(grows({{40, 0}}, {16, 16}, false), 0);
   CHECK_EQ(grows({{0, 20}}, {16}, false), 16 - 20);  // another stream's
 }
 
@@ -116,6 +116,7 @@ TEST("what no run holds gets a segment of its own, of which the rest serves the 
   CHECK_EQ(grows({{12, 0}}, {16}, false), 16);
   CHECK_EQ(grows({}, {4, 4}, false), 20);
   CHECK_EQ(grows({}, {15}, false), 16);
+  CHECK_EQ(grows({{16, 16}}, {1}, false), -16);  // it lies among other small ones
 }
 
 TEST("of an expandable segment whole pages come behind the last, less what is free there") {
