@@ -40,7 +40,7 @@ class Region:
         if not _regions.worth_marking() or _fills_cache(kwargs):
             return self.forward(*args, **kwargs)
         function = functools.partial(self.forward, **kwargs) if kwargs else self.forward
-        return _regions.checkpoint(function, *args)
+        return _regions.checkpoint(function, *args, context_fn=_regions.of_module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model, made inside the pool, has forwards of its own."""

@@ -453,7 +453,7 @@ class Pool:
         entry.device.begin(self, lambda: self._set_limits(device), self._config.debug_checksums)
         self._has_weights = _weights.begin_step(device, budget.high)
         quiet = entry.device.quiet.begin(
-            device, budget.high, torch.is_grad_enabled(), self._may_be_quiet()
+            device, budget.high, torch.is_grad_enabled(), self._may_be_quiet(device)
         )
         self._begin_step(entry.device, mode, quiet)
         if self.mem_pool is not None and _modes.outgrown(self.mem_pool, device, budget.high):
@@ -488,12 +488,15 @@ class Pool:
         # In a MemPool plans that drop go over high while they are tried.
         return NODES if self._mode != "mempool" else False
 
-    def _may_be_quiet(self) -> bool:
-        """Whether what a step saves may be left alone: nobody asked to be shown it, the engine sees
-        each request, and an alarm would be heard, which only the main thread does. A MemPool serves
-        backward, too, for as long as something is alive that was shown to us."""
+    def _may_be_quiet(self, device: int) -> bool:
+        """Whether what a step saves may be left alone: nobody asked to be shown it, no module is to
+        run as a region, the engine sees each request, and an alarm would be heard, which only the
+        main thread does. A MemPool serves backward, too, for as long as something is alive that was
+        shown to us."""
         config = self._config
-        shown_to = self._keep is not None or self._marks is not None
+        marks = self._marks
+        marked = marks is not None and (marks.looking() or native.wants_regions(device))
+        shown_to = self._keep is not None or marked
         shown_to = shown_to or config.telemetry_path is not None or config.debug_checksums
         followed = self._mode == "native" and _modes.trigger().state == "loaded"
         sees = self._mode == "allocator" or followed

@@ -29,6 +29,8 @@ from stagehand_alloc._weights import groups as _groups
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from stagehand_alloc._step.entry import Entry
+
 _SMALL = 1 << 20  # bytes; larger buffers are left in their place in a re-run
 _OF_TORCH = ("/torch/", "/stagehand_alloc/")
 
@@ -59,13 +61,28 @@ def when_needed() -> tuple[AbstractContextManager[Any], AbstractContextManager[A
     The function must compute the same each time it runs, as torch's checkpoint asks, too. What it
     writes to buffers of its modules up to 1 MiB, such as BatchNorm's statistics, counts once.
     """
-    hooks = _hooks_here()
-    if hooks is None:
+    entry = _entry_here()
+    if entry is not None:  # who calls such a function does so in each step
+        entry.device.quiet.refuse()
+    return _contexts(entry, sys._getframe(1))
+
+
+def of_module() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The same for a module that its pool marks, which quiet steps do not."""
+    return _contexts(_entry_here(), sys._getframe(1))
+
+
+def _contexts(
+    entry: Entry | None, caller: FrameType
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    if entry is not None:
+        _quiet.follow(entry)
+    if entry is None or not entry.hooked:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    function = _function_of(sys._getframe(1))
-    call = native.Call(hooks[1], _name_of(function))
+    function = _function_of(caller)
+    call = native.Call(entry.device.index, _name_of(function))
     call.collect()
-    return _First(call, hooks[0]), _Again(call, function, tuple(_groups.inside()))
+    return _First(call, entry.pool._hooks), _Again(call, function, tuple(_groups.inside()))
 
 
 def checkpoint(
@@ -127,8 +144,8 @@ def where() -> str:
     return f" ({line})" if line else ""
 
 
-def _hooks_here() -> tuple[Any, int] | None:
-    """The hooks and device of the pool that this thread is in, where regions can be taken over."""
+def _entry_here() -> Entry | None:
+    """Of the pool that this thread is in, where regions can be taken over."""
     import torch
 
     entry = in_this_thread.entry
@@ -143,22 +160,18 @@ def _hooks_here() -> tuple[Any, int] | None:
     unusual = torch._C._len_torch_dispatch_stack() > 0 or not _quiet.hooks_can_be_pushed()
     if unusual or torch._C._are_functorch_transforms_active() or not _works():
         return None
-    entry.device.quiet.refuse()
-    _quiet.follow(entry)
-    return (entry.pool._hooks, entry.device.index) if entry.hooked else None
+    return entry
 
 
 def takes_over() -> bool:
     """Whether `checkpoint` would mark a region here, rather than be torch's as it is."""
-    return _hooks_here() is not None
+    return _entry_here() is not None
 
 
 def worth_marking() -> bool:
     """Whether a module that a pool marks is to run as a region: not while all steps had room."""
-    if not takes_over():  # first: of what comes then a compiler should see nothing
-        return False
-    entry = in_this_thread.entry
-    return entry is not None and entry.pool._marks_regions(entry.device.index)
+    entry = _entry_here()  # first: of what comes then a compiler should see nothing
+    return entry is not None and not entry.quiet and entry.pool._marks_regions(entry.device.index)
 
 
 class _First:

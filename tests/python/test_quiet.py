@@ -391,13 +391,12 @@ def test_an_error_in_a_quiet_step_leaves_nothing_behind() -> None:
         assert top() is None
 
 
-@pytest.mark.parametrize("what", ["telemetry", "keep", "checksums", "modules"])
+@pytest.mark.parametrize("what", ["telemetry", "keep", "checksums"])
 def test_who_asked_to_be_shown_what_is_saved_is_shown_all_of_it(what: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "telemetry": {"telemetry": tmp_path / "steps.jsonl"},
         "keep": {"keep": lambda info: False},
         "checksums": {"config": {"debug_checksums": True}},
-        "modules": {"recompute": torch.nn.Tanh()},
     }
     pool = stagehand_alloc.pool(high=HIGH, **settings[what])
     calm(pool, 3 * quiet.FEW)
@@ -448,6 +447,65 @@ def test_a_region_inside_a_quiet_step_has_its_hooks_and_no_step_is_quiet_after_i
     assert x.grad is not None
     assert torch.equal(x.grad, plain(4))
     calm(pool, 3 * quiet.FEW)
+    with pool:
+        assert top() is not None
+
+
+class Sines(torch.nn.Module):
+    """Blocks that save a MiB for each of their layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Sine() for _ in range(layers // Sine.LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Sine(torch.nn.Module):
+    LAYERS = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return saves(self.LAYERS, x)
+
+
+def gradient_of(model: Sines, pool: Any) -> Tensor:
+    x = leaf()
+    with pool:
+        y = model(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_modules_that_may_run_again_keep_no_step_from_being_quiet(named: bool) -> None:
+    model = Sines(8)
+    pool = stagehand_alloc.pool(high=HIGH, recompute=model if named else True)
+    for _ in range(2 * quiet.FEW):
+        assert torch.equal(gradient_of(model, pool), plain(8))
+    with pool:
+        assert top() is None
+        assert not any("forward" in vars(block) for block in model.blocks)
+    assert torch.equal(gradient_of(model, pool), plain(8))
+    assert pool.step_stats()["quiet"] == 1
+
+
+def test_a_quiet_step_that_grows_has_its_modules_run_again() -> None:
+    small, large = Sines(8), Sines(100)
+    expected = plain(100)
+    pool = stagehand_alloc.pool(high=HIGH, recompute=[*small.blocks, *large.blocks])
+    for _ in range(2 * quiet.FEW):
+        gradient_of(small, pool)
+    before = stagehand_alloc.stats()
+    for quiet_then in (1, 0, 0):
+        assert torch.equal(gradient_of(large, pool), expected)
+        assert pool.step_stats()["quiet"] == quiet_then
+    gained = stagehand_alloc.stats().since(before)
+    assert gained.overshoot_bytes == 0
+    assert gained.reruns > 0
     with pool:
         assert top() is not None
 
