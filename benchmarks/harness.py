@@ -52,7 +52,7 @@ class Worker:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})},
             text=True,
             bufsize=1,
         )

@@ -31,7 +31,8 @@ def table(found: dict[str, Any]) -> str:
     )
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|"]
     for name, model in found["models"].items():
-        ours = "; ".join(f"{one['high_gib']:.1f} GiB {one['ratio']:.2f}" for one in model["ours"])
+        drops = (one for one in model["ours"] if one["recompute"])  # the others only move
+        ours = "; ".join(f"{one['high_gib']:.1f} GiB {one['ratio']:.2f}" for one in drops)
         theirs = "; ".join(
             f"{one['peak_gib']:.1f} GiB {one['ratio']:.2f}"
             for one in model["checkpointed"]
