@@ -25,7 +25,7 @@ import suite  # noqa: E402
 import transfers  # noqa: E402
 from digest import digest, seen_by_cublas  # noqa: E402
 from harness import CUBLAS, Row, Worker  # noqa: E402
-from host_samples import described, sampled  # noqa: E402
+from host_samples import _library, described, sampled  # noqa: E402
 from measures import (  # noqa: E402
     GIB,
     Budget,
@@ -142,6 +142,21 @@ def test_the_host_is_seen_where_its_time_goes() -> None:
     assert found["samples"] >= 10
     assert any("libtorch" in name for name in found["libraries"])
     assert any("at::" in name for name in found["functions"])
+
+
+def test_a_sample_that_cannot_be_unwound_ends_no_process() -> None:
+    with sampled():
+        assert _library().survives_a_fault() == 1
+    code = (
+        "import ctypes, faulthandler; from host_samples import sampled\n"
+        "faulthandler.enable()\n"
+        "with sampled(): ctypes.string_at(0)"
+    )
+    others = subprocess.run(
+        [sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    assert others.returncode == -signal.SIGSEGV  # what is not ours is left to whom it was for
+    assert "Fatal Python error" in others.stderr
 
 
 def test_torch_reads_the_setting_of_cublas_once_and_not_in_each_step(
