@@ -247,13 +247,17 @@ struct ToBeProven {
   bool proven = false;  // in the newest step
   Plan::Place newest{};
 
-  Plan::ToProve step() {
+  std::vector<Plan::Place> forward() {
     const Made made{.first = 0, .bytes = 2_MiB, .kind = 3, .rests_on = 7};
     plan.begin_step(kHigh, 0);
     const std::vector<Plan::Place> places{plan.saved(1_MiB), plan.saved(2_MiB, {}, made)};
     plan.evicted(places[1]);
     proven = plan.proven(places[1]);
     newest = places[1];
+    return places;
+  }
+  Plan::ToProve step() {
+    const std::vector<Plan::Place> places = forward();
     const Plan::ToProve asked = plan.to_prove(places[1]);
     backward(plan, places);
     return asked;
@@ -276,25 +280,18 @@ TEST("what cannot be proven for want of room is moved in such steps, and asked f
 
 // Micro-batches: each forward comes before the backward of the one before.
 TEST("so it is where a step of its kind ends while it is under way") {
-  Plan plan;
-  const Made made{.first = 0, .bytes = 2_MiB, .kind = 3, .rests_on = 7};
-  const auto forward = [&] {
-    plan.begin_step(kHigh, 0);
-    const std::vector<Plan::Place> places{plan.saved(1_MiB), plan.saved(2_MiB, {}, made)};
-    plan.evicted(places[1]);
-    return places;
-  };
-  std::vector<Plan::Place> before = forward();
+  ToBeProven steps;
+  std::vector<Plan::Place> before = steps.forward();
   bool cramped = false;
   for (int i = 0; i < 12; ++i) {
-    const std::vector<Plan::Place> now = forward();
-    const bool asked = plan.to_prove(before[1]).trace != 0;
+    const std::vector<Plan::Place> now = steps.forward();
+    const bool asked = steps.plan.to_prove(before[1]).trace != 0;
     CHECK(!asked || !cramped);
     if (asked) {
-      plan.no_room_to_prove(before[1]);
+      steps.plan.no_room_to_prove(before[1]);
       cramped = true;
     }
-    backward(plan, before);
+    backward(steps.plan, before);
     before = now;
   }
   CHECK(cramped);

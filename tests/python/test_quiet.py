@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,15 @@ def leaf() -> Tensor:
 
 
 def gradient(pool: Any, layers: int) -> Tensor:
+    """Of a step of so many layers."""
+    return gradient_of(lambda x: saves(layers, x), pool)
+
+
+def gradient_of(model: Callable[[Tensor], Tensor], pool: Any) -> Tensor:
     """Of a step; forward alone is inside the pool."""
     x = leaf()
     with pool:
-        y = saves(layers, x)
+        y = model(x)
     y.sum().backward()
     assert x.grad is not None
     return x.grad
@@ -469,15 +475,6 @@ class Sine(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return saves(self.LAYERS, x)
-
-
-def gradient_of(model: Sines, pool: Any) -> Tensor:
-    x = leaf()
-    with pool:
-        y = model(x)
-    y.sum().backward()
-    assert x.grad is not None
-    return x.grad
 
 
 @pytest.mark.parametrize("named", [True, False])
