@@ -14,6 +14,9 @@ namespace {
 // a page is a mapping granule.
 constexpr unsigned kSmallPageShift = 13;
 constexpr unsigned kLargePageShift = 21;
+
+// Whether the page table knows it.
+constexpr bool in_pages(BlockState state) { return state != BlockState::hole; }
 }  // namespace
 
 void BlockList::push_back(Block* block) {
@@ -70,14 +73,16 @@ Arena::~Arena() {
   munmap(pages_, page_bytes_);
 }
 
-Block* Arena::find(Address address) const {
+Block* Arena::at(Address address) const {
   Block* block = pages_[(address - base) >> page_shift_];
-  if (block == nullptr) {
-    return nullptr;
-  }
   while (block != nullptr && block->end() <= address) {
     block = block->next;
   }
+  return block != nullptr && in_pages(block->state) ? block : nullptr;
+}
+
+Block* Arena::find(Address address) const {
+  Block* block = at(address);
   return block != nullptr && is_mapped(block->state) ? block : nullptr;
 }
 
@@ -113,8 +118,8 @@ void Arena::set_state(Block* block, BlockState state) {
   } else if (state == BlockState::hole) {
     holes.push_front(block);
   }
-  if (is_mapped(before) != is_mapped(state)) {
-    claim_pages(block, is_mapped(state) ? block : nullptr);
+  if (in_pages(before) != in_pages(state)) {
+    claim_pages(block, in_pages(state) ? block : nullptr);
   }
 }
 
@@ -140,7 +145,7 @@ Block* Arena::split_front(Block* block, Bytes bytes) {
   block->previous = front;
   block->address += bytes;
   block->size -= bytes;
-  if (is_mapped(state)) {
+  if (in_pages(state)) {
     claim_pages(front, front);
   }
   if (state == BlockState::free) {
@@ -158,7 +163,7 @@ Block* Arena::merge_with_next(Block* block) {
   Block* right = block->next;
   Block* kept = left->size >= right->size ? left : right;
   Block* gone = kept == left ? right : left;
-  if (is_mapped(kept->state)) {
+  if (in_pages(kept->state)) {
     claim_pages(gone, kept);
   }
   kept->address = left->address;

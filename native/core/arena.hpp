@@ -86,6 +86,8 @@ struct Arena {
 
   bool contains(Address address) const { return address - base < reserved; }
   Block* find(Address address) const;
+  // The same, former addresses too.
+  Block* at(Address address) const;
   // Every change of a block's state goes through here, so that the lists agree with the states.
   void set_state(Block* block, BlockState state);
   // Cuts `bytes` off the front; the rest keeps the node `block`. Both keep the state.

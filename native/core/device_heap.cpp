@@ -221,6 +221,9 @@ const char* DeviceHeap::broken() const {
       at = b->end();
       ++blocks;
       idle += is_idle(b->state) ? b->size : 0;
+      if (b->state == BlockState::former && arena->at(b->address) != b) {
+        return "the page table does not find a former address";
+      }
       if (!is_mapped(b->state)) {
         continue;
       }

@@ -65,6 +65,8 @@ class DeviceHeap {
   // idle blocks lie side by side. Calls nothing of the driver but waits of streams. Null when there
   // is none.
   Block* take_up(Arena& arena, Bytes bytes);
+  // The same at this very address, of the arena's range. Free memory will do there as well.
+  Block* take_at(Arena& arena, Address address, Bytes bytes);
   // Pieces are larger from here on, for steps whose blocks are mostly as large as `block`. False
   // where they are already, or so little is mapped that it makes no difference.
   bool coarsen(Bytes block);
@@ -159,6 +161,8 @@ class DeviceHeap {
   bool sound(const Run& run);
   void find_usable(const Arena& arena, std::uint64_t mark);
   Run best_run(Arena& arena, Bytes bytes);
+  Run run_at(const Arena& arena, Address address, Bytes bytes) const;
+  Block* take_run_from(Arena& arena, const Run& run, Address address, Bytes bytes);
   bool drop_former(Block* block);
   void drop_formers(Arena& arena, bool all, int not_ready);
 

@@ -215,9 +215,34 @@ Block* DeviceHeap::take_up(Arena& arena, Bytes bytes) {
     return nullptr;
   }
   const Run run = best_run(arena, bytes);
-  if (!run.found()) {
-    return nullptr;
+  return run.found() ? take_run_from(arena, run, run.first->address, bytes) : nullptr;
+}
+
+// What may be taken at once, from there on: not what waits for a copy, while another place may be
+// free. Of a former address no part is.
+DeviceHeap::Run DeviceHeap::run_at(const Arena& arena, Address address, Bytes bytes) const {
+  Run run{arena.at(address), nullptr, 0};
+  for (Block* b = run.first; b != nullptr; b = b->next) {
+    const bool former = b->state == BlockState::former;
+    const bool settled = is_idle(b->state) && clocks_.settled(arena.clock, b->fence);
+    if (!settled && !(former && b->address >= address && usable(*b))) {
+      break;
+    }
+    if (b->end() >= address + bytes) {
+      run.last = b;
+      return run;
+    }
   }
+  return {};
+}
+
+Block* DeviceHeap::take_at(Arena& arena, Address address, Bytes bytes) {
+  const Run run = run_at(arena, address, bytes);
+  return run.found() && sound(run) ? take_run_from(arena, run, address, bytes) : nullptr;
+}
+
+// All of a sound run, or what of its first block is left from `address` on.
+Block* DeviceHeap::take_run_from(Arena& arena, const Run& run, Address address, Bytes bytes) {
   moves_.clear();
   for (Block* b = run.first;; b = b->next) {
     if (b->state == BlockState::former) {
@@ -240,8 +265,13 @@ Block* DeviceHeap::take_up(Arena& arena, Bytes bytes) {
       break;
     }
   }
-  mark_last_uses(arena);
-  ++counters_.take_ups;
+  if (!moves_.empty()) {
+    mark_last_uses(arena);
+    ++counters_.take_ups;
+  }
+  if (run.first->address < address) {
+    arena.split_front(run.first, address - run.first->address);
+  }
   return take_run(arena, run.first, run.last, bytes);
 }
 

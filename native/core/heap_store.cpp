@@ -51,19 +51,51 @@ Bytes HeapStore::bytes_for(const Record& record) const {
   return DeviceHeap::block_bytes(record.returning_bytes());
 }
 
+// Small memory hardly ever moves.
+UsualAddresses::Key HeapStore::comes_back(const Record& record) const {
+  const bool has_usual = bytes_for(record) > kSmallLimit && d_.plan.of_newest(record.place) &&
+                         usual_.kept(d_.plan.repeats());
+  return has_usual ? UsualAddresses::comes_back(record.place.index) : 0;
+}
+
+// What was lent serves another stream at its address.
+void HeapStore::note_usual(UsualAddresses::Key key, const Arena& arena, const Block& block) {
+  if (key != 0 && block.arena == &arena) {
+    usual_.note(key, {block.address, d_.plan.place()});
+  }
+}
+
+Block* HeapStore::take_usual(Arena& arena, Bytes bytes, const UsualAddresses::Usual& usual) {
+  return usual.at != 0 && arena.contains(usual.at) ? heap_.take_at(arena, usual.at, bytes)
+                                                   : nullptr;
+}
+
+// It did not come ahead: its usual address, if it has one, is free too late.
 Block* HeapStore::make(Entry& entry, Record& record, Status* status) {
-  return allocate(entry, bytes_for(record), record.stream, 0, status);
+  usual_.forget(comes_back(record));
+  return serve(entry, bytes_for(record), record.stream, 0, 0, status);
 }
 
 Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
   const Record* record = d_.ledger.find(id);
   Arena* arena = heap_.arena_for(record->stream, bytes, 0);
-  Block* block = arena != nullptr ? heap_.take(*arena, bytes) : nullptr;
+  const UsualAddresses::Key key = arena != nullptr ? comes_back(*record) : 0;
+  Block* block = nullptr;
+  if (const UsualAddresses::Usual usual = usual_.of(key); usual.at != 0) {
+    block = take_usual(*arena, bytes, usual);
+    if (block == nullptr && UsualAddresses::may_come(usual, d_.plan.place())) {
+      return nullptr;
+    }
+  }
+  if (block == nullptr && arena != nullptr) {
+    block = heap_.take(*arena, bytes);
+  }
   if (block == nullptr && arena != nullptr) {
     block = heap_.borrow(*arena, bytes, DeviceHeap::Behind::fence);
   }
   if (block != nullptr) {
     d_.books.hand_out(block);
+    note_usual(key, *arena, *block);
   }
   return block;
 }
@@ -73,7 +105,7 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
                                Status* status) {
   const Bytes size = DeviceHeap::block_bytes(bytes);
   if (!ahead) {
-    return allocate(entry, size, stream, 0, status);
+    return serve(entry, size, stream, 0, 0, status);
   }
   Arena* arena = heap_.arena_for(stream, size, 0);
   if (arena == nullptr) {
@@ -92,6 +124,9 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
 }
 
 bool HeapStore::begin_step(Bytes target) {
+  // Weights come and go where there is room: what waited for its own address would let them in.
+  const std::uint64_t plan = d_.weights.standing().empty() ? d_.plan.kept() : 0;
+  usual_.begin_step(d_.plan.repeats(), plan, d_.counters.gathers);
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
   // What the program has given back since would come back in pieces of its requests.
@@ -171,13 +206,23 @@ class Pinned {
 
 Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
                            Status* status) {
+  const bool has_usual = bytes > kSmallLimit && graph == 0 && usual_.kept(d_.plan.repeats());
+  const UsualAddresses::Key key = has_usual ? usual_.request(d_.plan.place()) : 0;
+  return serve(entry, bytes, stream, graph, key, status);
+}
+
+Block* HeapStore::serve(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
+                        UsualAddresses::Key key, Status* status) {
   ++d_.counters.allocations;
   Arena* arena = heap_.arena_for(stream, bytes, graph);
   if (arena == nullptr) {
     *status = Status::driver_failed;
     return nullptr;
   }
-  Block* block = heap_.take(*arena, bytes);  // step 2: the hot path
+  Block* block = take_usual(*arena, bytes, usual_.of(key));
+  if (block == nullptr) {
+    block = heap_.take(*arena, bytes);  // step 2: the hot path
+  }
   if (block != nullptr) {
     ++d_.counters.hits;
   } else {
@@ -185,6 +230,7 @@ Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std
     block = reclaim(entry, *arena, bytes, status);  // steps 3 to 7
   }
   if (block != nullptr) {
+    note_usual(key, *arena, *block);
     block->in_graph = graph != 0;
     d_.books.hand_out(block);
     alarm_.look(d_.counters.occupied);

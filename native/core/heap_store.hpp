@@ -8,6 +8,7 @@
 #include "core/device_heap.hpp"
 #include "core/room.hpp"
 #include "core/store.hpp"
+#include "core/usual_addresses.hpp"
 #include "core/window_search.hpp"
 
 namespace stagehand::core {
@@ -50,6 +51,12 @@ class HeapStore final : public Store {
   const DeviceHeap& heap() const { return heap_; }
 
  private:
+  // At the usual address where that is free.
+  Block* serve(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
+               UsualAddresses::Key key, Status* status);
+  UsualAddresses::Key comes_back(const Record& record) const;
+  void note_usual(UsualAddresses::Key key, const Arena& arena, const Block& block);
+  Block* take_usual(Arena& arena, Bytes bytes, const UsualAddresses::Usual& usual);
   Block* reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
   Block* borrow(Arena& arena, Bytes bytes);
@@ -67,6 +74,7 @@ class HeapStore final : public Store {
   Device& d_;
   DeviceHeap heap_;
   WindowSearch search_;
+  UsualAddresses usual_;
   Alarm alarm_;
   bool gives_all_ = false;              // all idle memory is about to be given back
   bool other_plan_ = false;             // for another plan, or as it was

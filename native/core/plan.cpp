@@ -348,6 +348,11 @@ std::uint64_t Plan::in_use() const {
   return trace != nullptr ? std::uint64_t{trace->id} << 32 | trace->trials.id() : 0;
 }
 
+std::uint64_t Plan::kept() const {
+  const auto trace = repeated();
+  return trace != nullptr && trace->settled() ? in_use() : 0;
+}
+
 bool Plan::far_from_free() const {
   const auto trace = repeated();
   return trace != nullptr && trace->far_from_free();

@@ -94,8 +94,11 @@ class Plan {
   // The trace that the newest step repeats, 0 where none does; and how many records were saved, or
   // asked for by backward, in the step so far.
   std::uint32_t repeats() const { return follows() && !now_->kin ? now_->trace->id : 0; }
+  bool of_newest(Place place) const { return now_ != nullptr && place.step == now_->serial; }
   // The plan that it runs, among all of all traces; 0 without.
   std::uint64_t in_use() const;
+  // The same once no other is tried.
+  std::uint64_t kept() const;
   std::size_t place() const {
     return now_ != nullptr ? now_->seen.entries.size() + now_->needed : 0;
   }

@@ -133,6 +133,8 @@ class Replay {
       }
     }
   }
+  // From here on no two steps take the same times.
+  void unsteady(double by, std::uint64_t seed) { times_ = Unsteady(by, seed); }
   StepShape shape() { return rig_.runtime->step_shape(); }
   PlanState plan_state() { return rig_.runtime->plan_state(); }
   Bytes peak() const { return peak_; }
@@ -173,7 +175,7 @@ class Replay {
     const std::uint64_t mapping = mapping_ns();
     const std::uint64_t began = stagehand_sim_clock_ns();
     ++steps_;
-    replay(events_, stream_, [this](const Event& event) { play(event); });
+    replay(events_, stream_, [this](const Event& event) { play(event); }, times_);
     stagehand_sim_drain();
     const Counters after = rig_.counters();
     Step done;
@@ -397,6 +399,7 @@ class Replay {
   Bytes start_ = 0;
   Bytes peak_ = 0;
   Bytes high_ = 0;  // 0 before there is a budget
+  Unsteady times_;
   std::uint64_t unbudgeted_ns_ = 0;
   std::map<std::uint64_t, Address> blocks_;
   std::map<std::uint64_t, Known> recipes_;

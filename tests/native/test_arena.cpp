@@ -61,6 +61,9 @@ std::string broken(const Arena& arena) {
       if (arena.find(probe) != expected || arena.find(probe + kBlockUnit - 1) != expected) {
         return "the page table finds another block";
       }
+      if (arena.at(probe) != (b->state != BlockState::hole ? b : nullptr)) {
+        return "the page table knows no former address";
+      }
     }
   }
   return at == arena.base + arena.reserved ? "" : "blocks do not tile the arena";

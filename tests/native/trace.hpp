@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <fstream>
 #include <map>
+#include <random>
 #include <set>
 #include <sstream>
 #include <string>
@@ -166,8 +167,31 @@ inline Machine trace_machine() {
   return with;
 }
 
+// How long work takes that never takes the same time twice: a kernel up to `by` more or less, of
+// the host's work five times that.
+class Unsteady {
+ public:
+  explicit Unsteady(double by = 0, std::uint64_t seed = 1) : by_(by), random_(seed) {}
+  std::uint64_t kernel_ns(std::uint64_t ns) { return other(ns, by_); }
+  std::uint64_t host_ns(std::uint64_t ns) { return other(ns, 5 * by_); }
+
+ private:
+  std::uint64_t other(std::uint64_t ns, double by) {
+    if (by_ == 0) {
+      return ns;
+    }
+    constexpr std::uint64_t kParts = 10'000;  // the same on every machine, as distributions are not
+    const double part = 2.0 * static_cast<double>(random_() % (kParts + 1)) / kParts - 1;
+    return static_cast<std::uint64_t>(static_cast<double>(ns) * std::max(0.0, 1 + by * part));
+  }
+
+  double by_;
+  std::mt19937_64 random_;
+};
+
 // Plays a step's lines in order; those of kind t are the GPU's and the host's work until then.
-inline void replay(const std::vector<Event>& events, driver::Stream stream, auto play) {
+inline void replay(const std::vector<Event>& events, driver::Stream stream, auto play,
+                   Unsteady& times) {
   std::uint64_t gpu_us = 0;
   std::uint64_t host_us = 0;
   for (const Event& event : events) {
@@ -175,11 +199,16 @@ inline void replay(const std::vector<Event>& events, driver::Stream stream, auto
       play(event);
       continue;
     }
-    keep_busy(stream, (event.a - gpu_us) * 1000);
-    stagehand_sim_advance_ns((event.b - host_us) * 1000);
+    keep_busy(stream, times.kernel_ns((event.a - gpu_us) * 1000));
+    stagehand_sim_advance_ns(times.host_ns((event.b - host_us) * 1000));
     gpu_us = event.a;
     host_us = event.b;
   }
+}
+
+inline void replay(const std::vector<Event>& events, driver::Stream stream, auto play) {
+  Unsteady steady;
+  replay(events, stream, play, steady);
 }
 
 }  // namespace stagehand::core::test

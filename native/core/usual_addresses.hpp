@@ -1,0 +1,74 @@
+// Where the requests of one plan's steps are served: where they were in such a step before.
+//
+// The best free block for a request hangs on when copies end and on what has come back by then,
+// and no two steps agree on that. In memory that is nearly full, one block elsewhere leaves a later
+// request without a hole, and pieces must be mapped for it; the next step's holes are elsewhere
+// again. So where steps of a plan that is kept still map, each large request, and each record that
+// comes back, is served at the address that it had the last time. What comes ahead waits for that,
+// but hardly longer than it did then.
+//
+// The usual address is a guess: what is not free cannot be taken, and the request is served as any.
+//
+// Only what is decided; guarded by the device's lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+
+#include "core/flat_map.hpp"
+#include "core/types.hpp"
+
+namespace stagehand::core {
+
+class UsualAddresses {
+ public:
+  struct Usual {
+    Address at = 0;        // 0: nobody knows
+    std::size_t when = 0;  // the place of the step (Plan::place) that it was taken at
+  };
+  using Key = FlatMap<Usual>::Key;  // of a request, in each step of a plan; 0: of none
+
+  // A step of this trace begins that runs this plan, 0 where none is kept; so many holes were
+  // gathered so far.
+  void begin_step(std::uint32_t trace, std::uint64_t plan, std::uint64_t gathers);
+  // Whether there are any for the step that begins, as long as it repeats this trace.
+  bool kept(std::uint32_t trace) const {
+    return now_ != nullptr && now_->kept && now_->trace == trace;
+  }
+  // The program's next request at this place of its step. The number starts anew at each place: so
+  // what a step asks for once more, or not at all, gives no other request another key.
+  Key request(std::size_t place);
+  // The record that was saved as the step's n-th comes back.
+  static Key comes_back(std::uint32_t n) { return kComesBack | n; }
+  // Nothing for the key 0.
+  Usual of(Key key) const;
+  void note(Key key, const Usual& usual);
+  // Whether it is worth to wait for at this place of the step.
+  static bool may_come(const Usual& usual, std::size_t place) {
+    return place <= usual.when + kLater;
+  }
+  // It was no good: the next time any place will do.
+  void forget(Key key);
+
+ private:
+  static constexpr Key kComesBack = Key{1} << 63;
+  static constexpr std::uint64_t kAtOnePlace = std::uint64_t{1} << 20;  // requests; others: no key
+  static constexpr std::size_t kPlans = 8;  // kinds of steps that take turns
+  static constexpr std::size_t kLater = 8;  // places: copies end a little later
+
+  struct One {
+    std::uint64_t plan = 0;
+    std::uint32_t trace = 0;
+    bool kept = false;  // a step of it has gathered
+    FlatMap<Usual> usual{};
+  };
+
+  std::list<One> all_;         // the one used last first
+  One* now_ = nullptr;         // the newest step's
+  std::uint64_t gathers_ = 0;  // when that began
+  std::size_t place_ = 0;      // of its newest request,
+  std::uint64_t number_ = 0;   // and the how-maniest there that was
+};
+
+}  // namespace stagehand::core
