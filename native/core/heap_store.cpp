@@ -126,7 +126,7 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
 bool HeapStore::begin_step(Bytes target) {
   // Weights come and go where there is room: what waited for its own address would let them in.
   const std::uint64_t plan = d_.weights.standing().empty() ? d_.plan.kept() : 0;
-  usual_.begin_step(d_.plan.repeats(), plan, d_.counters.gathers);
+  usual_.begin_step(d_.plan.repeats(), plan, {d_.counters.gathers, d_.counters.overshoot_bytes});
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
   // What the program has given back since would come back in pieces of its requests.

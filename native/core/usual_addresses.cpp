@@ -6,10 +6,12 @@
 
 namespace stagehand::core {
 
-void UsualAddresses::begin_step(std::uint32_t trace, std::uint64_t plan, std::uint64_t gathers) {
-  const bool gathered = std::exchange(gathers_, gathers) != gathers;
-  if (now_ != nullptr && gathered) {
-    now_->kept = true;
+// What goes over `high` is mapped and given back in each step, so that none is like another.
+void UsualAddresses::begin_step(std::uint32_t trace, std::uint64_t plan, const Done& done) {
+  const Done before = std::exchange(done_, done);
+  if (now_ != nullptr) {
+    const bool over = done.over_bytes != before.over_bytes;
+    now_->kept = !over && (now_->kept || done.gathers != before.gathers);
   }
   now_ = nullptr;
   place_ = number_ = 0;

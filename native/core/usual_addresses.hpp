@@ -29,9 +29,13 @@ class UsualAddresses {
   };
   using Key = FlatMap<Usual>::Key;  // of a request, in each step of a plan; 0: of none
 
-  // A step of this trace begins that runs this plan, 0 where none is kept; so many holes were
-  // gathered so far.
-  void begin_step(std::uint32_t trace, std::uint64_t plan, std::uint64_t gathers);
+  // How much was done so far, of all steps.
+  struct Done {
+    std::uint64_t gathers = 0;     // holes
+    std::uint64_t over_bytes = 0;  // mapped above `high`
+  };
+  // A step of this trace begins that runs this plan, 0 where none is kept.
+  void begin_step(std::uint32_t trace, std::uint64_t plan, const Done& done);
   // Whether there are any for the step that begins, as long as it repeats this trace.
   bool kept(std::uint32_t trace) const {
     return now_ != nullptr && now_->kept && now_->trace == trace;
@@ -60,15 +64,15 @@ class UsualAddresses {
   struct One {
     std::uint64_t plan = 0;
     std::uint32_t trace = 0;
-    bool kept = false;  // a step of it has gathered
+    bool kept = false;  // a step of it has gathered, and none since went over `high`
     FlatMap<Usual> usual{};
   };
 
-  std::list<One> all_;         // the one used last first
-  One* now_ = nullptr;         // the newest step's
-  std::uint64_t gathers_ = 0;  // when that began
-  std::size_t place_ = 0;      // of its newest request,
-  std::uint64_t number_ = 0;   // and the how-maniest there that was
+  std::list<One> all_;        // the one used last first
+  One* now_ = nullptr;        // the newest step's
+  Done done_;                 // when that began
+  std::size_t place_ = 0;     // of its newest request,
+  std::uint64_t number_ = 0;  // and the how-maniest there that was
 };
 
 }  // namespace stagehand::core

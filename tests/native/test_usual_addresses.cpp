@@ -14,22 +14,33 @@ constexpr std::uint64_t kPlan = 70;
 // A step of the plan has gathered, and the next one begins.
 UsualAddresses after_a_gather() {
   UsualAddresses usual;
-  usual.begin_step(kTrace, kPlan, 0);
-  usual.begin_step(kTrace, kPlan, 1);
+  usual.begin_step(kTrace, kPlan, {0});
+  usual.begin_step(kTrace, kPlan, {1});
   return usual;
 }
 
 TEST("addresses are kept once a step of a plan that is kept had to gather") {
   UsualAddresses usual;
-  usual.begin_step(kTrace, 0, 0);  // plans are tried
-  usual.begin_step(kTrace, kPlan, 3);
+  usual.begin_step(kTrace, 0, {0});  // plans are tried
+  usual.begin_step(kTrace, kPlan, {3});
   CHECK(!usual.kept(kTrace));
-  usual.begin_step(kTrace, kPlan, 3);
+  usual.begin_step(kTrace, kPlan, {3});
   CHECK(!usual.kept(kTrace));  // what it needs is where it was
-  usual.begin_step(kTrace, kPlan, 4);
+  usual.begin_step(kTrace, kPlan, {4});
   CHECK(usual.kept(kTrace));
   CHECK(!usual.kept(kTrace + 1));  // the step turned out to be of another kind
-  usual.begin_step(kTrace, kPlan, 4);
+  usual.begin_step(kTrace, kPlan, {4});
+  CHECK(usual.kept(kTrace));
+}
+
+TEST("no addresses are kept while steps go over high, which map in any case") {
+  UsualAddresses usual = after_a_gather();
+  CHECK(usual.kept(kTrace));
+  usual.begin_step(kTrace, kPlan, {2, 1_MiB});
+  CHECK(!usual.kept(kTrace));
+  usual.begin_step(kTrace, kPlan, {2, 1_MiB});
+  CHECK(!usual.kept(kTrace));
+  usual.begin_step(kTrace, kPlan, {3, 1_MiB});
   CHECK(usual.kept(kTrace));
 }
 
@@ -39,7 +50,7 @@ TEST("a request is known by its place in the step and its number there, in every
   const UsualAddresses::Key second = usual.request(5);
   const UsualAddresses::Key next = usual.request(6);
   CHECK(first != 0 && second != 0 && first != second && next != first && next != second);
-  usual.begin_step(kTrace, kPlan, 1);
+  usual.begin_step(kTrace, kPlan, {1});
   CHECK_EQ(usual.request(5), first);
   CHECK_EQ(usual.request(5), second);
   usual.request(5);  // one more, for something made again
@@ -51,7 +62,7 @@ TEST("records that come back have keys of their own") {
   usual.note(usual.request(0), {4096, 0});
   CHECK_EQ(usual.of(UsualAddresses::comes_back(0)).at, 0u);
   usual.note(UsualAddresses::comes_back(0), {8192, 3});
-  usual.begin_step(kTrace, kPlan, 1);
+  usual.begin_step(kTrace, kPlan, {1});
   CHECK_EQ(usual.of(UsualAddresses::comes_back(0)).at, 8192u);
   CHECK_EQ(usual.of(usual.request(0)).at, 4096u);
   usual.forget(UsualAddresses::comes_back(0));
@@ -63,7 +74,7 @@ TEST("without a key nothing is noted, nor where no step's addresses are kept") {
   usual.note(0, {4096, 0});
   CHECK_EQ(usual.of(0).at, 0u);
   const UsualAddresses::Key key = usual.request(1);
-  usual.begin_step(kTrace, 0, 1);  // while a request that was under way gave the lock up
+  usual.begin_step(kTrace, 0, {1});  // while a request that was under way gave the lock up
   usual.note(key, {4096, 1});
   usual.forget(key);
   CHECK_EQ(usual.of(key).at, 0u);
@@ -79,7 +90,7 @@ TEST("what comes ahead waits for its address hardly longer than the last time") 
 TEST("plans that take turns keep their own addresses; of nine the oldest loses them") {
   UsualAddresses usual;
   const auto begin = [&](std::uint64_t plan, std::uint64_t gathers) {
-    usual.begin_step(static_cast<std::uint32_t>(plan), plan, gathers);
+    usual.begin_step(static_cast<std::uint32_t>(plan), plan, {gathers});
   };
   begin(1, 0);
   begin(2, 1);  // the first one's step gathered
