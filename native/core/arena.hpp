@@ -85,8 +85,9 @@ struct Arena {
   bool retired = false;       // served a graph that is gone: given up once it is empty
 
   bool contains(Address address) const { return address - base < reserved; }
+  // The block that covers an address: any state but hole and former.
   Block* find(Address address) const;
-  // The same, former addresses too.
+  // The same, or the former address that does.
   Block* at(Address address) const;
   // Every change of a block's state goes through here, so that the lists agree with the states.
   void set_state(Block* block, BlockState state);

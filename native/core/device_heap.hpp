@@ -65,8 +65,11 @@ class DeviceHeap {
   // idle blocks lie side by side. Calls nothing of the driver but waits of streams. Null when there
   // is none.
   Block* take_up(Arena& arena, Bytes bytes);
-  // The same at this very address, of the arena's range. Free memory will do there as well.
+  // A block at this very address, of the arena's range, out of free memory and former addresses
+  // whose memory is idle elsewhere; null where its stream would have to wait for any of it.
   Block* take_at(Arena& arena, Address address, Bytes bytes);
+  // Whether nothing of that is a hole: it may be free later.
+  static bool is_mapped_at(const Arena& arena, Address address, Bytes bytes);
   // Pieces are larger from here on, for steps whose blocks are mostly as large as `block`. False
   // where they are already, or so little is mapped that it makes no difference.
   bool coarsen(Bytes block);
@@ -158,6 +161,7 @@ class DeviceHeap {
   void forget_former(Block* block);
   void take_back(Block* block, const Fence& fence, Seq idle_from);
   bool usable(const Block& block) const;
+  bool ready(const Arena& arena, const Block& block) const;
   bool sound(const Run& run);
   void find_usable(const Arena& arena, std::uint64_t mark);
   Run best_run(Arena& arena, Bytes bytes);

@@ -218,14 +218,25 @@ Block* DeviceHeap::take_up(Arena& arena, Bytes bytes) {
   return run.found() ? take_run_from(arena, run, run.first->address, bytes) : nullptr;
 }
 
-// What may be taken at once, from there on: not what waits for a copy, while another place may be
-// free. Of a former address no part is.
+// Whether its memory can serve there at once: the arena's stream waits for nothing.
+bool DeviceHeap::ready(const Arena& arena, const Block& block) const {
+  if (block.state != BlockState::former) {
+    return is_idle(block.state) && clocks_.settled(arena.clock, block.fence);
+  }
+  if (!usable(block)) {
+    return false;
+  }
+  const Piece& piece = *block.piece;
+  const Block& now = *piece.arena->find(piece.address);
+  return piece.arena == &arena ? clocks_.settled(arena.clock, now.fence) : passed(now);
+}
+
+// Of a former address no part is taken.
 DeviceHeap::Run DeviceHeap::run_at(const Arena& arena, Address address, Bytes bytes) const {
   Run run{arena.at(address), nullptr, 0};
   for (Block* b = run.first; b != nullptr; b = b->next) {
-    const bool former = b->state == BlockState::former;
-    const bool settled = is_idle(b->state) && clocks_.settled(arena.clock, b->fence);
-    if (!settled && !(former && b->address >= address && usable(*b))) {
+    const bool part = b->state == BlockState::former && b->address < address;
+    if (part || !ready(arena, *b)) {
       break;
     }
     if (b->end() >= address + bytes) {
@@ -234,6 +245,14 @@ DeviceHeap::Run DeviceHeap::run_at(const Arena& arena, Address address, Bytes by
     }
   }
   return {};
+}
+
+bool DeviceHeap::is_mapped_at(const Arena& arena, Address address, Bytes bytes) {
+  const Block* b = arena.at(address);
+  while (b != nullptr && b->state != BlockState::hole && b->end() < address + bytes) {
+    b = b->next;
+  }
+  return b != nullptr && b->state != BlockState::hole;
 }
 
 Block* DeviceHeap::take_at(Arena& arena, Address address, Bytes bytes) {

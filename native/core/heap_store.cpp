@@ -52,45 +52,49 @@ Bytes HeapStore::bytes_for(const Record& record) const {
 }
 
 // Small memory hardly ever moves.
+bool HeapStore::has_usual(Bytes bytes) const {
+  return usual_.kept() && bytes > kSmallLimit && d_.plan.in_use() == usual_.plan();
+}
+
 UsualAddresses::Key HeapStore::comes_back(const Record& record) const {
-  const bool has_usual = bytes_for(record) > kSmallLimit && d_.plan.of_newest(record.place) &&
-                         usual_.kept(d_.plan.repeats());
-  return has_usual ? UsualAddresses::comes_back(record.place.index) : 0;
+  const bool has = has_usual(bytes_for(record)) && d_.plan.of_newest(record.place);
+  return has ? UsualAddresses::comes_back(record.place.index) : 0;
 }
 
 // What was lent serves another stream at its address.
 void HeapStore::note_usual(UsualAddresses::Key key, const Arena& arena, const Block& block) {
-  if (key != 0 && block.arena == &arena) {
-    usual_.note(key, {block.address, d_.plan.place()});
-  }
+  const bool here = block.arena == &arena;
+  usual_.note(key, {here ? block.address : 0, block.size, d_.plan.place()});
 }
 
-Block* HeapStore::take_usual(Arena& arena, Bytes bytes, const UsualAddresses::Usual& usual) {
-  return usual.at != 0 && arena.contains(usual.at) ? heap_.take_at(arena, usual.at, bytes)
+Block* HeapStore::take_usual(Arena& arena, const UsualAddresses::Usual& usual) {
+  return usual.at != 0 && arena.contains(usual.at) ? heap_.take_at(arena, usual.at, usual.bytes)
                                                    : nullptr;
 }
 
-// It did not come ahead: its usual address, if it has one, is free too late.
+// It did not come ahead: the next time it does not wait for its address.
 Block* HeapStore::make(Entry& entry, Record& record, Status* status) {
-  usual_.forget(comes_back(record));
+  usual_.note(comes_back(record), {});
   return serve(entry, bytes_for(record), record.stream, 0, 0, status);
 }
 
 Block* HeapStore::make_ahead(Entry&, RecordId id, Bytes bytes, bool) {
   const Record* record = d_.ledger.find(id);
   Arena* arena = heap_.arena_for(record->stream, bytes, 0);
-  const UsualAddresses::Key key = arena != nullptr ? comes_back(*record) : 0;
-  Block* block = nullptr;
-  if (const UsualAddresses::Usual usual = usual_.of(key); usual.at != 0) {
-    block = take_usual(*arena, bytes, usual);
-    if (block == nullptr && UsualAddresses::may_come(usual, d_.plan.place())) {
-      return nullptr;
-    }
+  if (arena == nullptr) {
+    return nullptr;
   }
-  if (block == nullptr && arena != nullptr) {
+  const UsualAddresses::Key key = comes_back(*record);
+  const UsualAddresses::Usual usual = usual_.of(key, bytes);
+  Block* block = take_usual(*arena, usual);
+  if (block == nullptr && UsualAddresses::may_come(usual, d_.plan.place()) &&
+      arena->contains(usual.at) && DeviceHeap::is_mapped_at(*arena, usual.at, bytes)) {
+    return nullptr;  // it waits for that
+  }
+  if (block == nullptr) {
     block = heap_.take(*arena, bytes);
   }
-  if (block == nullptr && arena != nullptr) {
+  if (block == nullptr) {
     block = heap_.borrow(*arena, bytes, DeviceHeap::Behind::fence);
   }
   if (block != nullptr) {
@@ -126,7 +130,7 @@ Block* HeapStore::make_weights(Entry& entry, Bytes bytes, driver::Stream stream,
 bool HeapStore::begin_step(Bytes target) {
   // Weights come and go where there is room: what waited for its own address would let them in.
   const std::uint64_t plan = d_.weights.standing().empty() ? d_.plan.kept() : 0;
-  usual_.begin_step(d_.plan.repeats(), plan, {d_.counters.gathers, d_.counters.overshoot_bytes});
+  usual_.begin_step(plan, {d_.counters.gathers, d_.counters.overshoot_bytes});
   heap_.go_home();
   // What was cut under one plan leaves holes under another, and what that takes would tell nothing.
   // What the program has given back since would come back in pieces of its requests.
@@ -206,8 +210,8 @@ class Pinned {
 
 Block* HeapStore::allocate(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
                            Status* status) {
-  const bool has_usual = bytes > kSmallLimit && graph == 0 && usual_.kept(d_.plan.repeats());
-  const UsualAddresses::Key key = has_usual ? usual_.request(d_.plan.place()) : 0;
+  const bool has = graph == 0 && has_usual(bytes);
+  const UsualAddresses::Key key = has ? usual_.request(d_.plan.place()) : 0;
   return serve(entry, bytes, stream, graph, key, status);
 }
 
@@ -219,7 +223,7 @@ Block* HeapStore::serve(Entry& entry, Bytes bytes, driver::Stream stream, std::u
     *status = Status::driver_failed;
     return nullptr;
   }
-  Block* block = take_usual(*arena, bytes, usual_.of(key));
+  Block* block = take_usual(*arena, usual_.of(key, bytes));
   if (block == nullptr) {
     block = heap_.take(*arena, bytes);  // step 2: the hot path
   }

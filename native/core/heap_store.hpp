@@ -54,9 +54,10 @@ class HeapStore final : public Store {
   // At the usual address where that is free.
   Block* serve(Entry& entry, Bytes bytes, driver::Stream stream, std::uint64_t graph,
                UsualAddresses::Key key, Status* status);
+  bool has_usual(Bytes bytes) const;
   UsualAddresses::Key comes_back(const Record& record) const;
   void note_usual(UsualAddresses::Key key, const Arena& arena, const Block& block);
-  Block* take_usual(Arena& arena, Bytes bytes, const UsualAddresses::Usual& usual);
+  Block* take_usual(Arena& arena, const UsualAddresses::Usual& usual);
   Block* reclaim(Entry& entry, Arena& arena, Bytes bytes, Status* status);
   Block* room_without_evicting(Arena& arena, Bytes bytes);
   Block* borrow(Arena& arena, Bytes bytes);

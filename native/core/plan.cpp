@@ -350,7 +350,7 @@ std::uint64_t Plan::in_use() const {
 
 std::uint64_t Plan::kept() const {
   const auto trace = repeated();
-  return trace != nullptr && trace->settled() ? in_use() : 0;
+  return trace != nullptr && trace->settled() && alike(trace.get(), high_) ? in_use() : 0;
 }
 
 bool Plan::far_from_free() const {

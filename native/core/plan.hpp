@@ -97,7 +97,7 @@ class Plan {
   bool of_newest(Place place) const { return now_ != nullptr && place.step == now_->serial; }
   // The plan that it runs, among all of all traces; 0 without.
   std::uint64_t in_use() const;
-  // The same once no other is tried.
+  // The same once no other is tried, inside such a budget.
   std::uint64_t kept() const;
   std::size_t place() const {
     return now_ != nullptr ? now_->seen.entries.size() + now_->needed : 0;

@@ -25,7 +25,8 @@ class UsualAddresses {
  public:
   struct Usual {
     Address at = 0;        // 0: nobody knows
-    std::size_t when = 0;  // the place of the step (Plan::place) that it was taken at
+    Bytes bytes = 0;       // of the block
+    std::size_t when = 0;  // the place of the step (Plan::place) that it was taken at first
   };
   using Key = FlatMap<Usual>::Key;  // of a request, in each step of a plan; 0: of none
 
@@ -34,36 +35,34 @@ class UsualAddresses {
     std::uint64_t gathers = 0;     // holes
     std::uint64_t over_bytes = 0;  // mapped above `high`
   };
-  // A step of this trace begins that runs this plan, 0 where none is kept.
-  void begin_step(std::uint32_t trace, std::uint64_t plan, const Done& done);
-  // Whether there are any for the step that begins, as long as it repeats this trace.
-  bool kept(std::uint32_t trace) const {
-    return now_ != nullptr && now_->kept && now_->trace == trace;
-  }
+  // A step begins that runs this plan (Plan::in_use), 0 where none is kept.
+  void begin_step(std::uint64_t plan, const Done& done);
+  // Whether there are any for the newest step, as long as it runs the plan that it began with.
+  bool kept() const { return now_ != nullptr && now_->kept; }
+  std::uint64_t plan() const { return now_ != nullptr ? now_->plan : 0; }
   // The program's next request at this place of its step. The number starts anew at each place: so
-  // what a step asks for once more, or not at all, gives no other request another key.
+  // what a step asks for once more, or not at all, changes no key of another place.
   Key request(std::size_t place);
   // The record that was saved as the step's n-th comes back.
   static Key comes_back(std::uint32_t n) { return kComesBack | n; }
-  // Nothing for the key 0.
-  Usual of(Key key) const;
+  // Of a block of this size. Nothing for the key 0.
+  Usual of(Key key, Bytes bytes) const;
+  // Where it was served now; with no address, that it has none.
   void note(Key key, const Usual& usual);
   // Whether it is worth to wait for at this place of the step.
   static bool may_come(const Usual& usual, std::size_t place) {
     return place <= usual.when + kLater;
   }
-  // It was no good: the next time any place will do.
-  void forget(Key key);
 
  private:
   static constexpr Key kComesBack = Key{1} << 63;
-  static constexpr std::uint64_t kAtOnePlace = std::uint64_t{1} << 20;  // requests; others: no key
+  // Requests; others have no key, as most of an evaluation between two steps.
+  static constexpr std::uint64_t kAtOnePlace = 1024;
   static constexpr std::size_t kPlans = 8;  // kinds of steps that take turns
   static constexpr std::size_t kLater = 8;  // places: copies end a little later
 
   struct One {
     std::uint64_t plan = 0;
-    std::uint32_t trace = 0;
     bool kept = false;  // a step of it has gathered, and none since went over `high`
     FlatMap<Usual> usual{};
   };
@@ -72,7 +71,7 @@ class UsualAddresses {
   One* now_ = nullptr;        // the newest step's
   Done done_;                 // when that began
   std::size_t place_ = 0;     // of its newest request,
-  std::uint64_t number_ = 0;  // and the how-maniest there that was
+  std::uint64_t number_ = 0;  // and its number there
 };
 
 }  // namespace stagehand::core

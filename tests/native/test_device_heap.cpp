@@ -344,7 +344,7 @@ TEST("memory does not go home to a stream that nobody uses: its addresses are gi
   t.verify();
 }
 
-TEST("a run of former addresses that holds the same memory twice is not taken up") {
+TEST("a run of former addresses that holds the same memory twice is not taken") {
   Heap t;
   Arena& other = t.arena(t.rig.stream());
   t.give(t.grown(other, 32_MiB));
@@ -360,7 +360,12 @@ TEST("a run of former addresses that holds the same memory twice is not taken up
   t.give(t.grown(other, 64_MiB));  // enough is idle
   CHECK(t.arena().formers >= 2 * t.arena().former_bytes / 64_MiB);
   CHECK_EQ(t.arena().former_bytes, 64_MiB);
+  Address begin = kUnlimited;
+  for (const Block* b = t.arena().former.first(); b != nullptr; b = b->bin_next) {
+    begin = std::min(begin, b->address);
+  }
   CHECK(t.heap.take_up(t.arena(), 64_MiB) == nullptr);
+  CHECK(t.heap.take_at(t.arena(), begin, 64_MiB) == nullptr);
   CHECK(t.own(t.heap.take_up(t.arena(), 32_MiB)) != nullptr);
   t.verify();
 }
@@ -393,28 +398,29 @@ TEST("a block is taken at an address out of the middle of free memory") {
   t.verify();
 }
 
-TEST("at its former address memory is taken that is idle elsewhere, behind its last use there") {
+TEST("at its former address memory is taken once its last use elsewhere is known to be past") {
   Heap t;
   Arena& other = t.arena(t.rig.stream());
   t.give(t.grown(t.arena(), 32_MiB));
   const Address home = t.arena().first->address;
   CHECK_EQ(t.heap.gather(other, 32_MiB, 32_MiB), Status::ok);
-  Block* away =
-      t.own(t.heap.take_run(other, other.evicting.first(), other.evicting.first(), 32_MiB));
-  CHECK(t.heap.take_at(t.arena(), home, 32_MiB) == nullptr);  // in use elsewhere
+  Block* first = other.evicting.first();
+  Block* away = t.own(t.heap.take_run(other, first, first, 32_MiB));
+  CHECK(t.heap.take_at(t.arena(), home, 32_MiB) == nullptr);  // in use there
   t.fill(away, 3);
   t.give(away);
+  CHECK(t.heap.take_at(t.arena(), home, 32_MiB) == nullptr);  // its stream would wait
+  other.clock.gpu_passed(other.clock.mark());
+  stagehand_sim_drain();
   const std::uint64_t calls = t.counters.map_calls;
   CHECK(t.heap.take_at(t.arena(), home + 1_MiB, 8_MiB) == nullptr);  // only whole pieces move
   Block* block = t.own(t.heap.take_at(t.arena(), home, 32_MiB));
   CHECK(block != nullptr && block->address == home);
-  t.fill(block, 4);  // a hazard, if the stream did not wait for the other one's use
   CHECK_EQ(t.counters.map_calls, calls);
-  stagehand_sim_drain();
   t.verify();
 }
 
-TEST("memory that still waits for a copy is not taken at its address") {
+TEST("memory that still waits for a copy is not taken at its address, nor at a former one") {
   Heap t;
   Arena& other = t.arena(t.rig.stream());
   Block* block = t.grown(t.arena(), 32_MiB);
@@ -422,8 +428,23 @@ TEST("memory that still waits for a copy is not taken at its address") {
   block->fence.add(other.clock.now());
   t.give(block);
   CHECK(t.heap.take_at(t.arena(), begin, 32_MiB) == nullptr);
+  CHECK_EQ(t.heap.gather(t.arena(), 64_MiB, 64_MiB), Status::ok);
+  CHECK_EQ(t.arena().formers, t.arena().former_bytes / 4_MiB);
+  CHECK(t.arena().at(begin)->state == BlockState::former);
+  CHECK(t.heap.take_at(t.arena(), begin, 32_MiB) == nullptr);
   t.clocks.order_after(t.arena().clock, t.arena().evicting.first()->fence);
   CHECK(t.own(t.heap.take_at(t.arena(), begin, 32_MiB)) != nullptr);
+  t.verify();
+}
+
+TEST("an address may be free again later unless some of it is a hole") {
+  Heap t;
+  Block* block = t.grown(t.arena(), 32_MiB);
+  const Address begin = block->address;
+  CHECK(DeviceHeap::is_mapped_at(t.arena(), begin, 32_MiB));
+  CHECK(DeviceHeap::is_mapped_at(t.arena(), begin + 2_MiB, 8_MiB));
+  CHECK(!DeviceHeap::is_mapped_at(t.arena(), begin + 8_MiB, 32_MiB));
+  CHECK(!DeviceHeap::is_mapped_at(t.arena(), begin + 64_MiB, 2_MiB));
   t.verify();
 }
 
