@@ -12,6 +12,9 @@ which is told beside). A variant of ours first runs until its plans were tried o
 is reported. Gradients are compared with plain torch's, bit by bit, in steps with deterministic
 kernels of their own.
 
+Beside the time of a step stands the host's, of forward and of backward: a step here begins behind a
+wait for the GPU, so the host has no lead, and a forward that takes it longer is as much longer.
+
 Peaks are of what was occupied, by our own books, checkpointing too. Writes
 benchmarks/results/recompute.json; with --quick, without the variants that only move.
 """
@@ -73,6 +76,7 @@ class Bench:
         seen_by_cublas(self._device)
         self.training = models.build(kind, shape, self._device)
         self.plain = contextlib.nullcontext
+        self.host: list[tuple[float, float]] = []  # of each step: ms of forward and of backward
         for _ in range(3):
             self.step(self.plain())
         self.rest()
@@ -103,7 +107,9 @@ class Bench:
         began = time.perf_counter()
         with around:
             loss = self.training.loss()
+        forward = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
+        self.host.append(((forward - began) * 1e3, (time.perf_counter() - forward) * 1e3))
         self.synchronize()
         then()
         return (time.perf_counter() - began) * 1e3
@@ -134,6 +140,11 @@ class Bench:
             found.append(digest(p.grad for p in parameters if p.grad is not None))
         torch.use_deterministic_algorithms(False)
         return found
+
+    def host_ms(self) -> list[float]:
+        """Of the last steps that were timed, forward and backward, in the median: while the host is
+        ahead of the GPU it takes less than the step."""
+        return [round(statistics.median(one), 2) for one in zip(*self.host[-TIMED:], strict=True)]
 
     def beside(self, measure: Callable[[], list[float]]) -> tuple[list[float], float]:
         """Times of a variant, and the median of the plain steps before and after it."""
@@ -194,6 +205,7 @@ class Bench:
         pool = stagehand_alloc.pool(high=high, recompute=again, config=config, on_step=heard)
         tried: list[float] = []
         gained = []
+        host: list[float] = []
 
         def measure() -> list[float]:
             self.rest()
@@ -201,9 +213,11 @@ class Bench:
             before = stagehand_alloc.stats()
             times = [self.step(pool) for _ in range(TIMED)]
             gained.append(stagehand_alloc.stats().since(before))
+            host.extend(self.host_ms())
             return times
 
         times, plain = self.beside(measure)
+        plain_host = self.host_ms()
         found = gained[0]
         bits = self.bits(pool, 3)
         return {
@@ -212,6 +226,10 @@ class Bench:
             "bytes_per_second": rate,
             "ratio": statistics.median(times) / plain,
             "plain_ms": plain,
+            "timed": [round(ms / plain, 3) for ms in times],
+            "host_ms": host,  # forward, backward
+            "plain_host_ms": plain_host,
+            "host_waits": found.host_waits / TIMED,
             "first": tried[0] / plain,
             "tried": [round(ms / plain, 3) for ms in tried],
             "tried_plans": plans[: len(tried)],  # GiB moved, GiB dropped, ms late

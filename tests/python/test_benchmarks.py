@@ -478,6 +478,10 @@ def test_recompute_compares_every_step_with_plain_torch(tmp_path: pathlib.Path) 
     assert found["with_room"]["bitwise"]
     assert [one["recompute"] for one in found["ours"]] == [False, True]
     assert all(one["bitwise"] and one["over_bytes"] == 0 for one in found["ours"])
+    for one in found["ours"]:
+        assert len(one["timed"]) == 8
+        assert all(ms > 0 for ms in one["host_ms"] + one["plain_host_ms"])
+        assert len(one["host_ms"]) == len(one["plain_host_ms"]) == 2  # forward and backward
 
 
 @pytest.mark.parametrize(
