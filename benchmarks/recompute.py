@@ -142,8 +142,7 @@ class Bench:
         return found
 
     def host_ms(self) -> list[float]:
-        """Of the last steps that were timed, forward and backward, in the median: while the host is
-        ahead of the GPU it takes less than the step."""
+        """Of the last steps, forward and backward, in the median."""
         return [round(statistics.median(one), 2) for one in zip(*self.host[-TIMED:], strict=True)]
 
     def beside(self, measure: Callable[[], list[float]]) -> tuple[list[float], float]:
@@ -205,20 +204,18 @@ class Bench:
         pool = stagehand_alloc.pool(high=high, recompute=again, config=config, on_step=heard)
         tried: list[float] = []
         gained = []
-        host: list[float] = []
 
         def measure() -> list[float]:
             self.rest()
             tried.extend(self.warm(lambda: pool, steps))
             before = stagehand_alloc.stats()
             times = [self.step(pool) for _ in range(TIMED)]
-            gained.append(stagehand_alloc.stats().since(before))
-            host.extend(self.host_ms())
+            gained.append((stagehand_alloc.stats().since(before), self.host_ms()))
             return times
 
         times, plain = self.beside(measure)
         plain_host = self.host_ms()
-        found = gained[0]
+        found, host = gained[0]
         bits = self.bits(pool, 3)
         return {
             "high_gib": high / GIB,

@@ -437,6 +437,25 @@ TEST("memory that still waits for a copy is not taken at its address, nor at a f
   t.verify();
 }
 
+TEST("an address is not taken whose memory lies beside it in the same run") {
+  Heap t;
+  Block* block = t.grown(t.arena(), 32_MiB);
+  const Address begin = block->address;
+  block->fence.add(t.arena(t.rig.stream()).clock.now());  // else the hole begins with it
+  t.give(block);
+  CHECK_EQ(t.heap.gather(t.arena(), 64_MiB, 64_MiB), Status::ok);
+  t.clocks.order_after(t.arena().clock, t.arena().evicting.first()->fence);
+  t.heap.settle(t.arena());
+  CHECK(t.arena().at(begin)->state == BlockState::former);
+  CHECK(t.heap.take_at(t.arena(), begin, 36_MiB) == nullptr);  // it lies behind
+  t.heap.go_home();
+  CHECK(t.arena().at(begin)->state == BlockState::free);
+  CHECK(t.arena().at(begin + 32_MiB)->state == BlockState::former);
+  CHECK(t.heap.take_at(t.arena(), begin + 16_MiB, 20_MiB) == nullptr);  // in front of the address
+  CHECK(t.own(t.heap.take_at(t.arena(), begin + 16_MiB, 16_MiB)) != nullptr);
+  t.verify();
+}
+
 TEST("an address may be free again later unless some of it is a hole") {
   Heap t;
   Block* block = t.grown(t.arena(), 32_MiB);
